@@ -1,0 +1,60 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Each sets up what it uses,
+# and a second run reuses it. `make help` lists the rest.
+PYTHON ?= python3
+# What is large and outlives a checkout (engine environments) is kept here.
+export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
+ENGINE ?= vllm
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(READY)  ## make the development environment in .venv
+
+.PHONY: demo
+demo: $(READY)  ## ENGINE=vllm: two real engines, round_robin against kv, one table
+	$(BIN)/python -m examples.demo --engine $(ENGINE)
+
+.PHONY: check
+check: $(READY)  ## lint, format, types, import contracts, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell kvplug tests examples docs README.md CHANGELOG.md
+
+.PHONY: format
+format: $(READY)  ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: test-fast
+test-fast: $(READY)  ## everything that needs no engine, under a minute
+	$(BIN)/pytest -q -m 'not engine'
+
+.PHONY: test-kernels
+test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks, on numba 0.65.0 and the newest
+	$(BIN)/python -m tests.kernels.matrix
+
+.PHONY: test-engines
+test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted
+	$(BIN)/pytest -q -m engine
+
+.PHONY: test
+test: test-fast test-kernels test-engines  ## everything, real engines included
+	@echo 'make test ran: test-fast (no engine), test-kernels (numba matrix), test-engines (real vLLM)'
+
+.PHONY: clean
+clean:  ## remove what was built in the checkout; the engine cache stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

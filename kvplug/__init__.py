@@ -1,0 +1,1 @@
+"""kvplug: requests go to the worker that already holds their prefix in KV cache."""

@@ -1,0 +1,55 @@
+"""The errors that kvplug raises.
+
+KvplugError
+├── ConfigError        a setting, a flag or an argument is wrong
+├── HashingError       tokens cannot be hashed (an id outside u32, an unknown scheme)
+├── DecodeError        bytes from an event socket are no event batch at all
+├── RoutingError       a request cannot be routed
+│   ├── NoWorkerError      no worker can take it now
+│   └── UnknownRequestError    a request id that is not in flight
+├── IndexCorruptError  BlockIndex.check() found an invariant broken: our mistake, never yours
+├── TokenizerError     the tokenizer or the chat template refused the text
+└── TransportError     a socket could not be opened or used
+
+Each message says what was attempted, what was expected and what came.
+"""
+
+
+class KvplugError(Exception):
+    """The root: `except KvplugError` catches everything that kvplug raises on purpose."""
+
+
+class ConfigError(KvplugError):
+    """A setting, a flag or an argument is wrong."""
+
+
+class HashingError(KvplugError):
+    """Tokens cannot be hashed."""
+
+
+class DecodeError(KvplugError):
+    """Bytes from an event socket are no event batch at all."""
+
+
+class RoutingError(KvplugError):
+    """A request cannot be routed."""
+
+
+class NoWorkerError(RoutingError):
+    """No worker can take the request now."""
+
+
+class UnknownRequestError(RoutingError):
+    """A request id that is not in flight."""
+
+
+class IndexCorruptError(KvplugError):
+    """An invariant of the index is broken."""
+
+
+class TokenizerError(KvplugError):
+    """The tokenizer or the chat template refused the text."""
+
+
+class TransportError(KvplugError):
+    """A socket could not be opened or used."""

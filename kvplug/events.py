@@ -1,0 +1,138 @@
+"""The vocabulary: what an engine says about its KV cache.
+
+In:  nothing; this file imports only msgspec.   Out: the types that codec, ingest and index share.
+
+An engine publishes an `EventBatch` per scheduler step: blocks stored, blocks removed, everything
+cleared, blocks moved between CXL states. Two kinds of hash occur and are never mixed:
+
+* an **engine hash** is the opaque 64-bit id that the engine gives a block; removals and parents
+  are named by it;
+* a **sequence hash** is kvplug's own, computed from the tokens (kvplug/hashing.py); it identifies
+  a whole prefix and is the key of the index.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+import msgspec
+
+EngineHash = NewType("EngineHash", int)
+"""The engine's id of a block, 0 <= id < 2**64. Signed and byte forms are folded to this."""
+
+SequenceHash = NewType("SequenceHash", int)
+"""kvplug's hash of a prefix, 0 <= hash < 2**64."""
+
+
+class Tier(IntEnum):
+    """How far a copy is from the GPU; smaller is nearer."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+class CxlState(StrEnum):
+    """Where a block of a CXL-pooled cache is."""
+
+    LOCAL_GPU = "local_gpu"
+    CXL_POOLED = "cxl_pooled"
+    IN_TRANSIT = "in_transit"
+    EVICTED = "evicted"
+
+
+class Rank(msgspec.Struct, frozen=True, order=True):
+    """One data-parallel rank of one worker: the unit that is scored and chosen."""
+
+    worker: str
+    dp_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker}#{self.dp_rank}" if self.dp_rank else self.worker
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """What separates equal tokens from each other: the LoRA adapter and the cache salt."""
+
+    lora_name: str = ""
+    salt: str = ""
+
+
+class MoeLabel(msgspec.Struct, frozen=True):
+    """The expert that a stored block belongs to in a mixture-of-experts model."""
+
+    layer: int
+    expert: int
+    group: int = 0
+
+
+class CxlMetadata(msgspec.Struct, frozen=True):
+    """Where a stored block is in a CXL pool, and which workers can read it there."""
+
+    state: CxlState = CxlState.LOCAL_GPU
+    pool_id: int | None = None
+    accessible_workers: tuple[str, ...] | None = None
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of consecutive blocks is now cached.
+
+    `token_ids` holds `len(block_hashes) * block_size` ids, or none when the engine keeps them to
+    itself. `parent` is the engine hash of the block before the first one, None at the start of a
+    sequence. `namespace` is None when the event does not say, and then the parent's holds.
+    `extra_keys[i]`, if any, are further 64-bit keys (multimodal items and the like) of block i.
+    """
+
+    block_hashes: tuple[EngineHash, ...]
+    token_ids: tuple[int, ...]
+    block_size: int
+    parent: EngineHash | None = None
+    namespace: Namespace | None = None
+    tier: Tier = Tier.DEVICE
+    extra_keys: tuple[tuple[int, ...], ...] = ()
+    group: int = 0
+    attention: str = "full_attention"
+    sliding_window: int | None = None
+    cxl: CxlMetadata | None = None
+    moe: MoeLabel | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy of each of these blocks is gone."""
+
+    block_hashes: tuple[EngineHash, ...]
+    tier: Tier = Tier.DEVICE
+    group: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True):
+    """The rank holds nothing any more; only in one tier, if it names one."""
+
+    tier: Tier | None = None
+
+
+class CxlStateTransition(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks moved between CXL states; an omitted pool or worker list is inherited."""
+
+    block_hashes: tuple[EngineHash, ...]
+    new_state: CxlState
+    pool_id: int | None = None
+    accessible_workers: tuple[str, ...] | None = None
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared | CxlStateTransition
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one message of an event stream said.
+
+    `skipped` counts, by reason, the events that could not be understood; the rest is in `events`.
+    `unknown_media` names medium strings that were taken for the lowest tier.
+    """
+
+    events: tuple[Event, ...]
+    ts: float = 0.0
+    dp_rank: int | None = None
+    skipped: dict[str, int] = {}
+    unknown_media: tuple[str, ...] = ()
