@@ -1,0 +1,8 @@
+"""First floor: which blocks are where.
+
+block_index   BlockIndex: apply events, match requests, remove workers
+holdings      the relation block x holder, in arrays
+engine_hashes what an engine calls a block
+speculative   blocks that a routed request is about to create
+hash_table    a growing open-addressing table over kernels/table.py
+"""

@@ -1,0 +1,34 @@
+"""What became of a batch: blocks stored, removed, cleared, and refused by reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    """Why blocks of an understood event were not applied."""
+
+    UNKNOWN_PARENT = "unknown_parent"  # an earlier event was lost: the rank's blocks are incomplete
+    UNKNOWN_BLOCK = "unknown_block"  # a removal of what the index does not have
+    UNKNOWN_RANK = "unknown_rank"  # events of a worker that was removed or never added
+    BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
+    MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
+    CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
+    CXL_TRANSITION = "cxl_transition"  # CXL states are not followed yet
+
+
+@dataclass(slots=True)
+class Applied:
+    """Counts of blocks; `refused` by reason."""
+
+    num_stored: int = 0
+    num_removed: int = 0
+    num_cleared: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, reason: Refusal, num_blocks: int) -> None:
+        """Count blocks that were not applied."""
+        if num_blocks:
+            self.refused[reason.value] += num_blocks

@@ -1,0 +1,82 @@
+"""Dense numbers for ranks, and for holders: a rank with the tier that a copy is in.
+
+In:  Rank, Tier.   Out: small integers, and arrays from holder number to rank number and tier.
+
+Numbers of ranks that left are given again, so arrays indexed by them stay as short as the fleet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.events import Rank, Tier
+
+I32 = npt.NDArray[np.int32]
+
+_NOBODY = -1
+
+
+class HolderNumbers:
+    """Who is behind a number, and which numbers a rank has."""
+
+    def __init__(self) -> None:
+        self.ranks: list[Rank | None] = []
+        self.rank_of_holder: I32 = np.empty(0, dtype=np.int32)
+        self.tier_of_holder: I32 = np.empty(0, dtype=np.int32)
+        self._number_of: dict[Rank, int] = {}
+        self._holder_of: dict[tuple[int, Tier], int] = {}
+
+    def __contains__(self, rank: Rank) -> bool:
+        return rank in self._number_of
+
+    def number_of(self, rank: Rank) -> int:
+        """The number of a rank that was added."""
+        return self._number_of[rank]
+
+    def rank(self, number: int) -> Rank:
+        """The rank behind a number that is in use."""
+        rank = self.ranks[number]
+        assert rank is not None
+        return rank
+
+    def add(self, rank: Rank) -> int:
+        """Give the rank a number, or return the one that it has."""
+        if rank in self._number_of:
+            return self._number_of[rank]
+        number = self.ranks.index(None) if None in self.ranks else len(self.ranks)
+        self.ranks[number : number + 1] = [rank]
+        self._number_of[rank] = number
+        return number
+
+    def remove(self, rank: Rank) -> None:
+        """The rank and its holders have no numbers any more."""
+        number = self._number_of.pop(rank)
+        self.ranks[number] = None
+        for tier in Tier:
+            holder = self._holder_of.pop((number, tier), None)
+            if holder is not None:
+                self.rank_of_holder[holder] = self.tier_of_holder[holder] = _NOBODY
+
+    def holder(self, rank_number: int, tier: Tier) -> int:
+        """The holder number of the rank's copies in this tier; given on first use."""
+        holder = self._holder_of.get((rank_number, tier))
+        if holder is None:
+            holder = self._holder_of[rank_number, tier] = self._free_holder()
+            self.rank_of_holder[holder], self.tier_of_holder[holder] = rank_number, tier
+        return holder
+
+    def holders(self, rank_number: int, tier: Tier | None = None) -> list[int]:
+        """The holder numbers that the rank has, in one tier or in all."""
+        tiers = Tier if tier is None else (tier,)
+        keys = [(rank_number, t) for t in tiers]
+        return [self._holder_of[key] for key in keys if key in self._holder_of]
+
+    def _free_holder(self) -> int:
+        free = np.flatnonzero(self.rank_of_holder == _NOBODY)
+        if len(free):
+            return int(free[0])
+        one_more = np.full(1, _NOBODY, dtype=np.int32)
+        self.rank_of_holder = np.concatenate([self.rank_of_holder, one_more])
+        self.tier_of_holder = np.concatenate([self.tier_of_holder, one_more])
+        return len(self.rank_of_holder) - 1

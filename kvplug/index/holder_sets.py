@@ -1,0 +1,122 @@
+"""Interned sets of holders that grow, over the kernels of kernels/holders.py.
+
+In:  a holder number, rows, and the set number of each row.   Out: set numbers changed in place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import IndexCorruptError
+from kvplug.kernels import holders as kernels
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+I64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+_MIN_SETS = 64
+_MAX_LOAD = 0.5
+
+
+class HolderSets:
+    """add and drop a holder in the sets of rows; `bits` and `words` are read by costing."""
+
+    def __init__(self) -> None:
+        self.words = 1
+        self.bits: U64 = np.zeros(_MIN_SETS, dtype=np.uint64)
+        self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
+        self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
+        self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
+        self.header: I64 = np.array([self.words, 1, 0], dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Number of distinct sets in use, the empty one not counted."""
+        return int(self.header[kernels.NUM_LIVE])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all arrays."""
+        return int(self.bits.nbytes + self.meta.nbytes + self.intern.nbytes)
+
+    def reserve(self, holder: int, num_changes: int) -> None:
+        """Make room for the holder's number and for as many new sets as rows may need.
+
+        Each set in use, and the empty one, turns into at most one new set.
+        """
+        num_new = min(num_changes, len(self) + 1)
+        if holder >= 64 * self.words:
+            self._widen(max(2 * self.words, holder // 64 + 1))
+        capacity = len(self.meta) // 2
+        if len(self) + num_new + 2 > capacity:
+            self._grow(max(2 * capacity, len(self) + num_new + 2))
+
+    def add(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
+        """Returns which rows did not have the holder before."""
+        changed = np.empty(len(rows), dtype=np.uint8)
+        kernels.add_holder(holder, rows, set_of_row, *self._arrays, changed)
+        return changed.view(np.bool_)
+
+    def drop(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
+        """Returns which rows had the holder."""
+        changed = np.empty(len(rows), dtype=np.uint8)
+        kernels.drop_holder(holder, rows, set_of_row, *self._arrays, changed)
+        return changed.view(np.bool_)
+
+    def rows_of(self, holder: int, set_of_row: U32) -> U64:
+        """The rows whose set has the holder, ascending."""
+        if holder >= 64 * self.words:
+            return np.empty(0, dtype=np.uint64)
+        rows = np.empty(len(set_of_row), dtype=np.uint64)
+        num_rows = kernels.rows_of_holder(holder, set_of_row, self.bits, self.words, rows)
+        return rows[:num_rows].copy()
+
+    def any_of(self, holders: list[int]) -> Mask:
+        """bool[sets]: which sets have any of the holders."""
+        mask = np.zeros(self.words, dtype=np.uint64)
+        for holder in holders:
+            if holder < 64 * self.words:
+                mask[holder // 64] |= np.uint64(1 << (holder % 64))
+        return np.asarray((self.bits.reshape(-1, self.words) & mask).any(axis=1))
+
+    def check(self, set_of_row: U32) -> None:
+        """Counts, interning and the free list agree; raises IndexCorruptError."""
+        used, num_rows = np.unique(set_of_row[set_of_row != 0], return_counts=True)
+        if not np.array_equal(self.meta[1::2][used], num_rows.astype(np.uint64)):
+            raise IndexCorruptError("sets: a set counts other rows than it has")
+        if len(used) != len(self) or set(self.intern[self.intern != 0]) != set(used):
+            raise IndexCorruptError("sets: what is interned is not what rows have")
+        members = self.bits.reshape(-1, self.words)[used]
+        if len(np.unique(members, axis=0)) != len(used) or not members.any(axis=1).all():
+            raise IndexCorruptError("sets: two sets with the same members, or an empty one")
+        if self.bits[: self.words].any() or self._num_free() != len(self.meta) // 2 - 1 - len(used):
+            raise IndexCorruptError("sets: a set is neither used nor free")
+
+    @property
+    def _arrays(self) -> tuple[U64, U64, U32, I64]:
+        return self.bits, self.meta, self.intern, self.header
+
+    def _num_free(self) -> int:
+        num_free, at = 0, int(self.header[kernels.FIRST_FREE])
+        while at < len(self.meta) // 2:
+            num_free, at = num_free + 1, int(self.meta[2 * at + 1])
+        return num_free
+
+    def _widen(self, words: int) -> None:
+        wide = np.zeros((len(self.meta) // 2, words), dtype=np.uint64)
+        wide[:, : self.words] = self.bits.reshape(-1, self.words)
+        self.bits, self.words = wide.reshape(-1), words
+        self.header[kernels.WORDS] = words
+
+    def _grow(self, capacity: int) -> None:
+        old = len(self.meta) // 2
+        self.bits = np.concatenate(
+            [self.bits, np.zeros((capacity - old) * self.words, dtype=np.uint64)]
+        )
+        # The free list ends at the old capacity, which is the first of the new numbers.
+        fresh = np.zeros(2 * (capacity - old), dtype=np.uint64)
+        fresh[1::2] = np.arange(old + 1, capacity + 1)
+        self.meta = np.concatenate([self.meta, fresh])
+        self.intern = np.zeros(int(capacity / _MAX_LOAD), dtype=np.uint32)
+        kernels.reintern(self.words, capacity, self.meta, self.intern)

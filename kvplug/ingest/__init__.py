@@ -1,0 +1,6 @@
+"""Third floor: following workers. Feeds a Router; needs no HTTP.
+
+sequence   what a sequence number says about the message before it
+follower   one publisher's messages to one worker's blocks
+listener   the thread that owns the sockets
+"""

@@ -1,0 +1,93 @@
+"""How a kernel is compiled. The only file that imports numba.
+
+In:  a plain function and its signature.   Out: the compiled function, cached on disk if possible.
+
+    @kernel(i8(reads(u8), u8, writes(u8)))
+    def find(slots, key, out_values): ...
+
+`reads(t)` is a C-contiguous array that may be read-only (np.frombuffer makes such), `writes(t)` is
+one that the kernel may change. A wrong dtype is refused with a TypeError; scalars convert silently,
+so callers check them. With NUMBA_DISABLE_JIT=1 every kernel is the plain Python function.
+"""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = [
+    "b1", "f8", "fold_multiply", "i4", "i8", "inlined", "kernel", "reads", "u1", "u4", "u8", "void",
+    "writes",
+]  # fmt: skip
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+b1, u1, i4, u4, i8, u8 = (
+    types.boolean,
+    types.uint8,
+    types.int32,
+    types.uint32,
+    types.int64,
+    types.uint64,
+)
+f8, void = types.float64, types.void
+
+
+def reads(dtype: Any) -> Any:
+    """Signature of an input array: 1-D, contiguous, read-only or not."""
+    return types.Array(dtype, 1, "C", readonly=True)
+
+
+def writes(dtype: Any) -> Any:
+    """Signature of an array that the kernel changes."""
+    return types.Array(dtype, 1, "C")
+
+
+def kernel(signature: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compile at import for exactly this signature; the GIL is kept.
+
+    Without a writable cache directory (a read-only container, no home) Numba raises: then the
+    kernel is compiled in memory, which costs seconds at start and nothing later.
+    """
+
+    def compile_(function: Callable[P, R]) -> Callable[P, R]:
+        try:
+            return cast("Callable[P, R]", numba.njit(signature, cache=True)(function))
+        except (RuntimeError, OSError):
+            return cast("Callable[P, R]", numba.njit(signature)(function))
+
+    return compile_
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """A part of kernels of the same file, compiled into each that calls it."""
+    return cast("Callable[P, R]", numba.njit(function))
+
+
+def _fold_multiply_twin(a: Any, b: Any) -> Any:
+    product = int(a) * int(b)
+    return np.uint64((product ^ (product >> 64)) & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _fold_multiply(typing_context: Any, a: Any, b: Any) -> Any:
+    """Low half xor high half of the 128-bit product: one machine multiplication."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+        high = builder.lshr(product, ir.Constant(wide, 64))
+        return builder.trunc(builder.xor(product, high), ir.IntType(64))
+
+    return u8(u8, u8), generate
+
+
+# Numba has no 128-bit integers, and intrinsics do not exist without JIT.
+fold_multiply: Callable[[Any, Any], Any] = (
+    _fold_multiply_twin if numba.config.DISABLE_JIT else _fold_multiply
+)

@@ -1,0 +1,227 @@
+"""Interned sets of holders: most blocks of a prefix are held by the same ranks, so a block needs
+only the number of its set.
+
+In:  `set_of_row`, uint32[rows]: the set of each block; a holder number; the arrays of the sets.
+Out: the same arrays changed, and what happened to each row.
+
+The arrays of the sets, for `num_sets` sets of `words` 64-bit words each:
+
+    bits    uint64[num_sets * words]   members of set s: the set bits of words s*words ..
+    meta    uint64[num_sets * 2]       [hash, number of rows]; of a free set: [0, next free set]
+    intern  uint32[slots]              open addressing by hash: set numbers, 0 is an empty slot
+    header  int64[3]                   [words, first free set, number of live sets]
+
+Set 0 is the empty set: never interned, never counted. The hash of a set is the xor of one mark per
+member (Zobrist), so that adding or removing a member costs no walk over the members. A set lives
+as long as a row has it; then its number is free. The caller provides a free set and a free intern
+slot per row. Twin: frozensets (tests/kernels/test_holders.py).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels._jit import i8, inlined, kernel, reads, u1, u4, u8, void, writes
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.uint8]
+Index = int | np.int64
+
+WORDS, FIRST_FREE, NUM_LIVE = 0, 1, 2
+
+_0, _1, _32, _63 = np.uint64(0), np.uint64(1), np.uint64(32), np.uint64(63)
+# splitmix64 (Steele, Lea, Flood 2014): consecutive holder numbers to unrelated marks.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
+
+
+@inlined
+def _mark(holder: Index) -> np.uint64:
+    x = np.uint64(holder + 1) * _GOLDEN
+    x = (x ^ (x >> _30)) * _MIX_1
+    x = (x ^ (x >> _27)) * _MIX_2
+    return x ^ (x >> _31)
+
+
+@inlined
+def _bit(holder: Index) -> np.uint64:
+    return _1 << (np.uint64(holder) & _63)
+
+
+@inlined
+def _contains(bits: U64, words: Index, set_id: Index, holder: Index) -> bool:
+    return bool(bits[set_id * words + holder // 64] & _bit(holder))
+
+
+@inlined
+def _home(key: np.uint64, num_slots: Index) -> Index:
+    return np.int64(((key >> _32) * np.uint64(num_slots)) >> _32)
+
+
+@inlined
+def _after(at: Index, num_slots: Index) -> Index:
+    return 0 if at + 1 == num_slots else at + 1
+
+
+@inlined
+def _is_toggled(bits: U64, words: Index, candidate: Index, set_id: Index, holder: Index) -> bool:
+    """Whether `candidate` is `set_id` with `holder` added or removed."""
+    for w in range(words):
+        expected = bits[set_id * words + w]
+        if w == holder // 64:
+            expected ^= _bit(holder)
+        if bits[candidate * words + w] != expected:
+            return False
+    return True
+
+
+@inlined
+def _create(
+    bits: U64, meta: U64, intern: U32, header: I64, slot: Index, set_id: Index, holder: Index
+) -> Index:
+    created, words = np.int64(header[FIRST_FREE]), header[WORDS]
+    header[FIRST_FREE] = np.int64(meta[2 * created + 1])
+    header[NUM_LIVE] += 1
+    for w in range(words):
+        bits[created * words + w] = bits[set_id * words + w]
+    bits[created * words + holder // 64] ^= _bit(holder)
+    meta[2 * created] = meta[2 * set_id] ^ _mark(holder)
+    meta[2 * created + 1] = _0
+    intern[slot] = created
+    return created
+
+
+@inlined
+def _toggled(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index, holder: Index) -> Index:
+    """The set that is `set_id` with `holder` added or removed, created if it is new."""
+    words = header[WORDS]
+    key = meta[2 * set_id] ^ _mark(holder)
+    if key == _0 and _is_toggled(bits, words, 0, set_id, holder):
+        return 0
+    slot = _home(key, len(intern))
+    while intern[slot] != 0:
+        candidate = np.int64(intern[slot])
+        if meta[2 * candidate] == key and _is_toggled(bits, words, candidate, set_id, holder):
+            return candidate
+        slot = _after(slot, len(intern))
+    return _create(bits, meta, intern, header, slot, set_id, holder)
+
+
+@inlined
+def _unintern(meta: U64, intern: U32, set_id: Index) -> None:
+    num_slots = len(intern)
+    hole = _home(meta[2 * set_id], num_slots)
+    while intern[hole] != set_id:
+        hole = _after(hole, num_slots)
+    at = _after(hole, num_slots)
+    while intern[at] != 0:
+        home = _home(meta[2 * np.int64(intern[at])], num_slots)
+        if (at - home) % num_slots >= (at - hole) % num_slots:
+            intern[hole] = intern[at]
+            hole = at
+        at = _after(at, num_slots)
+    intern[hole] = 0
+
+
+@inlined
+def _move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index) -> None:
+    """One row left `old` for `new`; a set without rows is freed."""
+    if new != 0:
+        meta[2 * new + 1] += _1
+    if old == 0:
+        return
+    meta[2 * old + 1] -= _1
+    if meta[2 * old + 1] == _0:
+        _unintern(meta, intern, old)
+        for w in range(header[WORDS]):
+            bits[old * header[WORDS] + w] = _0
+        meta[2 * old], meta[2 * old + 1] = _0, np.uint64(header[FIRST_FREE])
+        header[FIRST_FREE] = old
+        header[NUM_LIVE] -= 1
+
+
+@kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
+def add_holder(
+    holder: Index,
+    rows: U64,
+    set_of_row: U32,
+    bits: U64,
+    meta: U64,
+    intern: U32,
+    header: I64,
+    out_changed: Flags,
+) -> Index:
+    """Add `holder` to the set of each row; returns how many rows it is new to.
+
+    out_changed[i] = 0 if rows[i] had it before.
+    """
+    num_changed = 0
+    last_old: Index = np.int64(-1)
+    last_new: Index = np.int64(0)
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        old = np.int64(set_of_row[row])
+        out_changed[i] = not _contains(bits, header[WORDS], old, holder)
+        if out_changed[i]:
+            # A run of blocks mostly has one set before and one after: toggle once for all.
+            if old != last_old:
+                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
+            set_of_row[row] = last_new
+            _move(bits, meta, intern, header, old, last_new)
+            num_changed += 1
+    return num_changed
+
+
+@kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
+def drop_holder(
+    holder: Index,
+    rows: U64,
+    set_of_row: U32,
+    bits: U64,
+    meta: U64,
+    intern: U32,
+    header: I64,
+    out_changed: Flags,
+) -> Index:
+    """Remove `holder` from the set of each row; returns how many rows had it.
+
+    out_changed[i] = 0 if rows[i] did not have it.
+    """
+    num_changed = 0
+    last_old: Index = np.int64(-1)
+    last_new: Index = np.int64(0)
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        old = np.int64(set_of_row[row])
+        out_changed[i] = _contains(bits, header[WORDS], old, holder)
+        if out_changed[i]:
+            if old != last_old:
+                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
+            set_of_row[row] = last_new
+            _move(bits, meta, intern, header, old, last_new)
+            num_changed += 1
+    return num_changed
+
+
+@kernel(i8(i8, reads(u4), reads(u8), i8, writes(u8)))
+def rows_of_holder(holder: Index, set_of_row: U32, bits: U64, words: Index, out_rows: U64) -> Index:
+    """The rows whose set has `holder`, ascending; returns how many."""
+    num_rows = 0
+    for row in range(len(set_of_row)):
+        if _contains(bits, words, np.int64(set_of_row[row]), holder):
+            out_rows[num_rows] = row
+            num_rows += 1
+    return num_rows
+
+
+@kernel(void(i8, i8, writes(u8), writes(u4)))
+def reintern(words: Index, num_sets: Index, meta: U64, out_intern: U32) -> None:
+    """Fill an empty intern table with the sets that have rows."""
+    for set_id in range(1, num_sets):
+        if meta[2 * set_id] != _0:
+            slot = _home(meta[2 * set_id], len(out_intern))
+            while out_intern[slot] != 0:
+                slot = _after(slot, len(out_intern))
+            out_intern[slot] = set_id

@@ -1,0 +1,8 @@
+"""Second floor: deciding which worker gets a request.
+
+core      Router: the request path, readable in one screen
+config    RouterConfig: every knob, checked once
+cost      what a request would cost on each rank
+load      what each rank is busy with
+policies  one rank out of the candidates
+"""

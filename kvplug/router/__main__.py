@@ -1,0 +1,34 @@
+"""The door: `python -m kvplug.router`. See `--help`, or docs/settings.md."""
+
+import logging
+import sys
+
+from kvplug.errors import KvplugError
+
+
+def main() -> int:
+    """Run the standalone router; returns the exit code."""
+    try:
+        import uvloop
+
+        from kvplug.server.cli import parse
+        from kvplug.server.service import serve
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"the standalone router needs {error.name!r}: pip install 'kvplug[router]'\n"
+        )
+        return 1
+    config, log_level = parse()
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        uvloop.run(serve(config))
+    except KvplugError as error:
+        sys.stderr.write(f"kvplug.router: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""RouterConfig: the knobs of an in-process router, checked once.
+
+In:  numbers and names.   Out: a frozen object, or a ConfigError that says what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvplug.errors import ConfigError
+from kvplug.hashing import MAX_BLOCK_SIZE
+
+Mode = Literal["kv", "round_robin"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How requests are routed.
+
+    block_size: tokens per block; must be the engines'.
+    mode: `kv` goes by cost, `round_robin` by turns.
+    overlap_score_weight: what a block to prefill costs in blocks to decode; 0 is pure load.
+    temperature: 0 takes the lowest cost; above, softmax over costs rescaled to [0, 1].
+    speculative_ttl_s: how long a routed prompt counts as cached until the engine says so; 0 is off.
+    request_expiry_s: a request that nobody finishes stops counting as load after this time.
+    """
+
+    block_size: int = 16
+    mode: Mode = "kv"
+    overlap_score_weight: float = 1.0
+    temperature: float = 0.0
+    speculative_ttl_s: float = 2.0
+    request_expiry_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {self.block_size}")
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
+        for name in ("overlap_score_weight", "temperature", "speculative_ttl_s"):
+            _require_at_least_0(name, getattr(self, name))
+        if not self.request_expiry_s > 0:
+            raise ConfigError(f"request_expiry_s must be above 0, got {self.request_expiry_s}")
+
+
+def _require_at_least_0(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{name} must be a finite number of at least 0, got {value}")

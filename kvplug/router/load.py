@@ -1,0 +1,136 @@
+"""What each rank is busy with: the slot manager.
+
+In:  a request is routed, has its first token, is finished.
+Out: per rank, blocks of live requests (shared ones counted once) and tokens still to prefill.
+
+Active blocks are the same relation as in the index, block x holder with counts, so they are kept
+in the same arrays (index/holdings.py): a block that two live requests share on a rank is one
+block with two copies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.hashing import Hashes
+from kvplug.index.holdings import Holdings
+from kvplug.kernels import costing
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """A request in flight on a rank."""
+
+    rank_number: int
+    sequence_hashes: Hashes
+    prefill_tokens: int
+    deadline_s: float
+
+
+class Load(NamedTuple):
+    """The load of each rank, by rank number, from the view of one request.
+
+    prefill_tokens: int64[ranks], tokens of live requests without a first token;
+    active_blocks: int64[ranks], distinct blocks of live requests;
+    active_depth: int64[ranks], leading blocks of this request that live requests there share.
+    """
+
+    prefill_tokens: I64
+    active_blocks: I64
+    active_depth: I64
+
+
+class ActiveLoad:
+    """start, first_token, finish, expire; of(request) -> Load."""
+
+    def __init__(self, request_expiry_s: float) -> None:
+        self.num_expired = 0
+        self._expiry_s = request_expiry_s
+        self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self._holdings = Holdings()
+        self._prefill_tokens: I64 = np.zeros(0, dtype=np.int64)
+        self._active_blocks: I64 = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Number of requests in flight."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def of(self, sequence_hashes: Hashes, num_ranks: int) -> Load:
+        """What each rank is busy with, and how much of it this request would share."""
+        self._reserve(num_ranks)
+        depth = self._shared_depth(sequence_hashes, num_ranks)
+        return Load(self._prefill_tokens[:num_ranks], self._active_blocks[:num_ranks], depth)
+
+    def start(self, request_id: str, request: ActiveRequest) -> None:
+        """A request was routed."""
+        self._reserve(request.rank_number + 1)
+        _, num_new = self._holdings.store(request.rank_number, request.sequence_hashes)
+        self._active_blocks[request.rank_number] += num_new
+        self._prefill_tokens[request.rank_number] += request.prefill_tokens
+        self._requests[request_id] = request
+
+    def first_token(self, request_id: str) -> None:
+        """The prefill of a request is done; later calls do nothing."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._prefill_tokens[request.rank_number] -= request.prefill_tokens
+            request.prefill_tokens = 0
+
+    def finish(self, request_id: str) -> bool:
+        """A request is over; returns False for one that is not in flight."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self._prefill_tokens[request.rank_number] -= request.prefill_tokens
+        rows = self._holdings.find(request.sequence_hashes)
+        _, gone = self._holdings.drop(request.rank_number, rows)
+        self._active_blocks[request.rank_number] -= int(gone.sum())
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """Stop counting requests that nobody finished in time; they started in order."""
+        while self._requests:
+            request_id, request = next(iter(self._requests.items()))
+            if request.deadline_s > now_s:
+                return
+            self.finish(request_id)
+            self.num_expired += 1
+
+    def forget(self, rank_number: int) -> None:
+        """The rank is gone, and with it whatever it was busy with."""
+        mine = [i for i, request in self._requests.items() if request.rank_number == rank_number]
+        for request_id in mine:
+            self.finish(request_id)
+
+    def deadline_s(self, now_s: float) -> float:
+        """When a request that starts now stops counting."""
+        return now_s + self._expiry_s
+
+    def _shared_depth(self, sequence_hashes: Hashes, num_ranks: int) -> I64:
+        depth, unused = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
+        segments = self._holdings.match(sequence_hashes)
+        if len(segments.ends):
+            sets = self._holdings.sets
+            # In this relation the holder is the rank itself.
+            holders = np.arange(64 * sets.words, dtype=np.int32)
+            worth = np.zeros(64 * sets.words)
+            costing.overlap(*segments, sets.bits, sets.words, holders, worth, depth, unused)
+        return depth
+
+    def _reserve(self, num_ranks: int) -> None:
+        missing = num_ranks - len(self._active_blocks)
+        if missing > 0:
+            padding = np.zeros(missing, dtype=np.int64)
+            self._active_blocks = np.concatenate([self._active_blocks, padding])
+            self._prefill_tokens = np.concatenate([self._prefill_tokens, padding])

@@ -1,0 +1,13 @@
+"""Fourth floor: a Router with events and HTTP around it.
+
+config         ServerConfig, WorkerSpec
+cli            command line -> ServerConfig
+service        start, serve, stop
+app            the HTTP routes
+proxy          one request to a worker and back
+fleet          the workers: reachable or not, their models, their event streams
+prompts        request body -> token ids
+tokenizer, chat_template  text -> token ids, as the engine does it
+replies        errors in OpenAI's form
+metrics        Prometheus
+"""

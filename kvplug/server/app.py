@@ -1,0 +1,115 @@
+"""The HTTP routes of the standalone router.
+
+In:  requests of OpenAI's API.   Out: the workers' answers, /health, /metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from kvplug.server.config import ServerConfig
+from kvplug.server.fleet import Fleet
+from kvplug.server.health import health_of
+from kvplug.server.metrics import Metrics
+from kvplug.server.prompts import Body, Prompts, namespace_of
+from kvplug.server.proxy import Forward, Proxy
+from kvplug.server.replies import ApiError, error_response
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CHAT = "/v1/chat/completions"
+
+
+class Api:
+    """The handlers; `application` has them on their routes."""
+
+    def __init__(
+        self, config: ServerConfig, fleet: Fleet, proxy: Proxy, prompts: Prompts, metrics: Metrics
+    ) -> None:
+        self._fleet, self._proxy, self._prompts, self._metrics = fleet, proxy, prompts, metrics
+        self.application = web.Application(
+            client_max_size=config.max_body_bytes, middlewares=[_errors_in_openai_form]
+        )
+        self.application.add_routes(
+            [
+                web.post("/v1/completions", self.generate),
+                web.post(_CHAT, self.generate),
+                web.get("/v1/models", self.models),
+                web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
+            ]
+        )
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A completion or a chat: tokenize, route, forward."""
+        raw = await request.read()
+        body = _json_object(raw)
+        model = self._model_of(body)
+        root = self._fleet.models().get(model, "")
+        tokens = await self._prompts.tokens_of(
+            {**body, "model": model}, root, is_chat=request.path == _CHAT, size=len(raw)
+        )
+        forward = Forward(request.path, model, raw, tokens, namespace_of(body))
+        return await self._proxy.forward(request, forward)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The models that can be asked for now."""
+        cards = [
+            {"id": name, "object": "model", "owned_by": "kvplug", "root": root}
+            for name, root in sorted(self._fleet.models().items())
+        ]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 if any worker is up, 503 if none; the state of each either way."""
+        body = health_of(self._fleet)
+        return web.json_response(body, status=200 if body["status"] == "ok" else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Prometheus text."""
+        return web.Response(body=self._metrics.render(), headers=self._metrics.headers)
+
+    def _model_of(self, body: Body) -> str:
+        model, served = body.get("model"), sorted(self._fleet.models())
+        if model is None and len(served) == 1:
+            return served[0]  # vLLM too takes a body without a model
+        if not isinstance(model, str):
+            raise ApiError(400, "the body must name a model", code="model_required", param="model")
+        if not self._fleet.knows(model) and served:
+            message = f"the model {model!r} does not exist; served are: {', '.join(served)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return model
+
+
+def _json_object(raw: bytes) -> Body:
+    try:
+        return msgspec.json.decode(raw, type=Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        message = f"the body must be a JSON object: {error}"
+        raise ApiError(400, message, code="invalid_json") from error
+
+
+@web.middleware
+async def _errors_in_openai_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_response(error)
+    except web.HTTPRequestEntityTooLarge as error:
+        message = f"the body is too large: {error.text}"
+        return error_response(ApiError(413, message, code="body_too_large"))
+    except web.HTTPException as error:
+        message = f"{request.method} {request.path}: {error.reason}"
+        return error_response(ApiError(error.status, message, code="no_such_route"))
+    except ConnectionResetError:
+        raise  # the client left: there is nobody to answer
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        message = "the router failed to handle the request; its log says why"
+        return error_response(ApiError(500, message, code="internal_error"))

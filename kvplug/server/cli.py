@@ -1,0 +1,112 @@
+"""The command line of `python -m kvplug.router`.
+
+In:  argv.   Out: a ServerConfig, or exit code 2 with one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from kvplug._version import __version__
+from kvplug.errors import ConfigError
+from kvplug.router.config import Mode, RouterConfig
+from kvplug.server.config import ServerConfig, WorkerSpec
+
+_ROUTER, _SERVER = RouterConfig(), ServerConfig(workers=(WorkerSpec(url="http://127.0.0.1"),))
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[ServerConfig, str]:
+    """The configuration and the log level; leaves the process with code 2 on bad arguments."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return _config(arguments), arguments.log_level
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _config(arguments: argparse.Namespace) -> ServerConfig:
+    router = RouterConfig(
+        block_size=arguments.block_size,
+        mode=arguments.router_mode,
+        overlap_score_weight=arguments.kv_overlap_score_weight,
+        temperature=arguments.router_temperature,
+        speculative_ttl_s=arguments.speculative_ttl_s,
+    )
+    return ServerConfig(
+        workers=tuple(WorkerSpec.parse(text) for text in arguments.worker),
+        host=arguments.host,
+        port=arguments.port,
+        router=router,
+        tokenizer=arguments.tokenizer,
+        max_body_bytes=arguments.max_body_bytes,
+        health_interval_s=arguments.health_interval_s,
+        request_timeout_s=arguments.request_timeout_s,
+        grace_s=arguments.grace_s,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvplug.router",
+        description="An OpenAI-compatible front door that sends each request to the engine that "
+        "already holds its prefix in KV cache.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvplug {__version__}")
+    _add_serving(parser.add_argument_group("serving"))
+    _add_routing(parser.add_argument_group("routing"))
+    return parser
+
+
+def _add_serving(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="URL[,events=ENDPOINT][,topic=PREFIX]",
+        help="an engine and where it publishes its KV events; repeat for each engine",
+    )
+    add("--host", default=_SERVER.host, help="address to listen on")
+    add("--port", type=int, default=_SERVER.port, help="port to listen on; 0 takes a free one")
+    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer.json and chat template")
+    add("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="largest request body")
+    add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
+    add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
+    add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
+
+
+def _add_routing(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--router-mode",
+        "--mode",
+        choices=get_args(Mode),
+        default=_ROUTER.mode,
+        help="kv: by cached prefix and load; round_robin: by turns",
+    )
+    add("--block-size", type=int, default=_ROUTER.block_size, help="tokens per block, the engines'")
+    add(
+        "--kv-overlap-score-weight",
+        type=float,
+        default=_ROUTER.overlap_score_weight,
+        help="what a block to prefill costs in blocks to decode; 0 routes by load alone",
+    )
+    add(
+        "--router-temperature",
+        type=float,
+        default=_ROUTER.temperature,
+        help="0 takes the lowest cost; above 0, softmax over the costs",
+    )
+    add(
+        "--speculative-ttl-s",
+        type=float,
+        default=_ROUTER.speculative_ttl_s,
+        help="how long a routed prompt counts as cached until the engine says so; 0 is off",
+    )

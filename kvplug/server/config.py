@@ -1,0 +1,91 @@
+"""ServerConfig: everything the standalone router is told, checked once.
+
+In:  values from the command line.   Out: frozen objects, or a ConfigError in one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvplug.errors import ConfigError
+from kvplug.router.config import RouterConfig
+
+_FORM = (
+    "URL[,events=ENDPOINT][,topic=PREFIX], like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """One engine: where its API is, and where it publishes its KV events (None: nowhere)."""
+
+    url: str
+    events: str | None = None
+    topic: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerSpec:
+        """From `URL[,events=ENDPOINT][,topic=PREFIX]`."""
+        url, *settings = text.split(",")
+        _require_http(url, text)
+        values: dict[str, str] = {}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            if key not in ("events", "topic") or not equals or key in values:
+                raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
+            values[key] = value
+        if "events" in values and "://" not in values["events"]:
+            raise ConfigError(f"worker {text!r}: events={values['events']!r}; expected {_FORM}")
+        return cls(url=url.rstrip("/"), events=values.get("events"), topic=values.get("topic", ""))
+
+
+def _require_http(url: str, text: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"worker {text!r}: {url!r} is no http URL; expected {_FORM}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the standalone router serves.
+
+    workers: the engines. tokenizer: folder with tokenizer.json and chat template; by default the
+    folder that a worker names for its model, if it is on this machine.
+    max_body_bytes: a larger request body is answered with 413.
+    health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
+    request_timeout_s: longest silence of a worker within a request.
+    grace_s: how long requests in flight may take to end when the router stops.
+    """
+
+    workers: tuple[WorkerSpec, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    router: RouterConfig = field(default_factory=RouterConfig)
+    tokenizer: Path | None = None
+    max_body_bytes: int = 32 * 2**20
+    health_interval_s: float = 2.0
+    connect_timeout_s: float = 5.0
+    request_timeout_s: float = 600.0
+    grace_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ConfigError(f"no workers: name at least one with --worker {_FORM}")
+        urls = [worker.url for worker in self.workers]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ConfigError(f"worker {twice[0]!r} is named twice")
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if self.tokenizer is not None and not self.tokenizer.is_dir():
+            raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        names = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "max_body_bytes")
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")

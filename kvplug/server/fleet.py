@@ -1,0 +1,154 @@
+"""The workers: which are up, what they serve, and whether their events arrive.
+
+In:  worker specs.   Out: candidates for a model, and the state of each worker.
+
+A worker is looked at every `health_interval_s`; a request that cannot reach it marks it down at
+once. Its blocks leave the index when its event stream goes (ingest/follower.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvplug.events import Rank
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.listener import EventListener
+from kvplug.router.core import Router
+from kvplug.server.config import ServerConfig, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One engine as the router sees it; `down_because` is None while it is up.
+
+    models: name -> the folder or hub name that the engine loaded it from.
+    """
+
+    spec: WorkerSpec
+    follower: Follower | None = None
+    down_because: str | None = "not looked at yet"
+    models: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Its name, too: the router knows the worker by its URL."""
+        return self.spec.url
+
+    @property
+    def is_up(self) -> bool:
+        """Whether requests are sent to it."""
+        return self.down_because is None
+
+
+class Fleet:
+    """start, stop; candidates, models, mark_down."""
+
+    def __init__(
+        self, config: ServerConfig, router: Router, session: aiohttp.ClientSession
+    ) -> None:
+        self.workers = {spec.url: Worker(spec) for spec in config.workers}
+        self._config, self._router, self._session = config, router, session
+        self._listener = EventListener()
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Follow all events, look at all workers once, then keep looking."""
+        self._listener.start()
+        for worker in self.workers.values():
+            self._router.add_worker(worker.url)
+            self._follow(worker)
+        await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
+        for worker in self.workers.values():
+            task = asyncio.create_task(self._watch(worker), name=f"watch {worker.url}")
+            self._watching.append(task)
+
+    async def stop(self) -> None:
+        """End what start began."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.to_thread(self._listener.stop)
+
+    def models(self) -> dict[str, str]:
+        """The models of the workers that are up: name -> where the engine loaded it from."""
+        return {
+            name: root
+            for worker in self.workers.values()
+            if worker.is_up
+            for name, root in worker.models.items()
+        }
+
+    def knows(self, model: str) -> bool:
+        """Whether any worker, up or down, was seen to serve the model."""
+        return any(model in worker.models for worker in self.workers.values())
+
+    def candidates(self, model: str) -> set[str]:
+        """URLs of the workers that are up and serve the model."""
+        return {url for url, w in self.workers.items() if w.is_up and model in w.models}
+
+    def mark_down(self, url: str, reason: str) -> None:
+        """A request could not reach the worker."""
+        worker = self.workers[url]
+        if worker.is_up:
+            logger.warning("worker %s is down: %s", url, reason)
+        worker.down_because = reason
+
+    def _follow(self, worker: Worker) -> None:
+        if worker.spec.events is None:
+            logger.warning(
+                "worker %s publishes no events: its cache is unknown; start the engine with "
+                "--kv-events-config and name its endpoint with events=",
+                worker.url,
+            )
+            return
+        worker.follower = Follower(self._router, Rank(worker.url))
+        self._listener.follow(worker.follower, worker.spec.events, worker.spec.topic)
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await asyncio.sleep(self._config.health_interval_s)
+            await self._look_at(worker)
+
+    async def _look_at(self, worker: Worker) -> None:
+        try:
+            await self._get(worker, "/health")
+            if not worker.is_up:
+                worker.models = _model_roots(await self._get(worker, "/v1/models"))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            self._note_failure(worker, error)
+            return
+        if not worker.is_up:
+            logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
+            worker.down_because = None
+
+    def _note_failure(self, worker: Worker, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        if worker.down_because != reason:
+            logger.warning(
+                "worker %s is not reachable: %s; looking again every %g s",
+                worker.url,
+                reason,
+                self._config.health_interval_s,
+            )
+        worker.down_because = reason
+
+    async def _get(self, worker: Worker, path: str) -> Any:  # noqa: ANN401 - JSON of an engine
+        timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
+        async with self._session.get(worker.url + path, timeout=timeout) as response:
+            response.raise_for_status()
+            # vLLM's /health has an empty body.
+            return await response.json() if response.content_length else None
+
+
+def _model_roots(answer: Any) -> dict[str, str]:  # noqa: ANN401 - JSON of an engine
+    try:
+        return {card["id"]: card.get("root") or "" for card in answer["data"]}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"/v1/models answered without a list of models ({error})") from error

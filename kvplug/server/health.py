@@ -1,0 +1,48 @@
+"""What /health says: the state of each worker and of its event stream.
+
+In:  the fleet.   Out: a JSON object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplug.server.fleet import Fleet, Worker
+
+
+def health_of(fleet: Fleet) -> dict[str, Any]:
+    """`status` is "ok" while at least one worker is up."""
+    workers = list(fleet.workers.values())
+    return {
+        "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
+        "workers": [_worker(worker) for worker in workers],
+    }
+
+
+def _worker(worker: Worker) -> dict[str, Any]:
+    return {
+        "url": worker.url,
+        "state": "up" if worker.is_up else "down",
+        "reason": worker.down_because,
+        "models": sorted(worker.models),
+        "events": _events(worker),
+    }
+
+
+def _events(worker: Worker) -> dict[str, Any] | None:
+    """None if the worker publishes none. `complete`: the index has all that the worker holds."""
+    follower = worker.follower
+    if follower is None:
+        return None
+    return {
+        "endpoint": worker.spec.events,
+        "connected": follower.connected,
+        "complete": follower.connected and follower.incomplete is None,
+        "reason": follower.incomplete,
+        "last_sequence": follower.sequence.last,
+        "messages": follower.num_messages,
+        "messages_missed": follower.sequence.num_missed,
+        "blocks_stored": follower.num_stored,
+        "blocks_removed": follower.num_removed,
+        "skipped": dict(follower.skipped),
+    }

@@ -1,0 +1,106 @@
+"""Prometheus metrics, read off the parts that count when they are scraped.
+
+In:  router, fleet, proxy, prompts.   Out: the text of /metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvplug.ingest.follower import Follower
+from kvplug.router.core import Router
+from kvplug.server.fleet import Fleet
+from kvplug.server.prompts import Prompts
+from kvplug.server.proxy import Proxy, WorkerCounts
+
+_OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
+    "kvplug_requests": ("requests sent to the worker", lambda c: c.num_requests),
+    "kvplug_prompt_tokens": ("prompt tokens sent to the worker", lambda c: c.num_prompt_tokens),
+    "kvplug_predicted_cached_tokens": (
+        "prompt tokens that the router expected in the worker's cache",
+        lambda c: c.num_cached_tokens,
+    ),
+    "kvplug_requests_lost": ("sent elsewhere, the worker was gone", lambda c: c.num_lost),
+    "kvplug_requests_broken": ("answers that ended half way", lambda c: c.num_broken),
+}
+_OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
+    "kvplug_event_messages": ("event messages received", lambda f: f.num_messages),
+    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.sequence.num_missed),
+    "kvplug_blocks_stored": ("blocks that the engine stored", lambda f: f.num_stored),
+    "kvplug_blocks_removed": ("blocks that the engine removed", lambda f: f.num_removed),
+}
+
+
+class Metrics:
+    """render() the current values."""
+
+    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+        self.headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        self._registry = CollectorRegistry()
+        self._registry.register(_Readings(router, fleet, proxy, prompts))
+
+    def render(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+class _Readings(Collector):
+    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+        self._router, self._fleet, self._proxy, self._prompts = router, fleet, proxy, prompts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_index()
+        yield from self._of_workers()
+        for name, (text, read) in _OF_PROXY.items():
+            family = CounterMetricFamily(name, text, labels=["worker"])
+            for url, counts in self._proxy.counts.items():
+                family.add_metric([url], read(counts))
+            yield family
+        yield from self._of_events()
+
+    def _of_index(self) -> Iterator[Metric]:
+        index, load = self._router.index, self._router.load
+        yield GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", len(index))
+        yield GaugeMetricFamily("kvplug_index_bytes", "memory of the index", index.nbytes)
+        yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
+        expired = "requests that nobody finished in time"
+        yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
+        text = "requests routed without prefix knowledge, their text could not be tokenized"
+        family = CounterMetricFamily("kvplug_requests_untokenized", text, labels=["model"])
+        for model, count in self._prompts.untokenized.items():
+            family.add_metric([model], count)
+        yield family
+
+    def _of_workers(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("kvplug_worker_up", "1 if the worker is up", labels=["worker"])
+        for worker in self._fleet.workers.values():
+            up.add_metric([worker.url], worker.is_up)
+        yield up
+
+    def _of_events(self) -> Iterator[Metric]:
+        followers = [(w.url, w.follower) for w in self._fleet.workers.values() if w.follower]
+        connected = GaugeMetricFamily(
+            "kvplug_events_connected", "1 if the event stream is connected", labels=["worker"]
+        )
+        complete = GaugeMetricFamily(
+            "kvplug_events_complete", "1 if no event of the worker was lost", labels=["worker"]
+        )
+        skipped = CounterMetricFamily(
+            "kvplug_events_skipped", "what could not be applied", labels=["worker", "reason"]
+        )
+        for url, follower in followers:
+            connected.add_metric([url], follower.connected)
+            complete.add_metric([url], follower.connected and follower.incomplete is None)
+            for reason, count in follower.skipped.items():
+                skipped.add_metric([url, reason], count)
+        yield from (connected, complete, skipped)
+        for name, (text, read) in _OF_FOLLOWER.items():
+            family = CounterMetricFamily(name, text, labels=["worker"])
+            for url, follower in followers:
+                family.add_metric([url], read(follower))
+            yield family

@@ -1,0 +1,120 @@
+"""RouterService: start, serve, stop.
+
+In:  a ServerConfig.   Out: a listening router, until it is told to stop.
+
+Stopping has an order: accept no more, let requests in flight end within `grace_s`, stop looking at
+workers, close the event sockets and the connections to the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+from aiohttp import web
+
+from kvplug.errors import TransportError
+from kvplug.router.core import Router
+from kvplug.server.app import Api
+from kvplug.server.config import ServerConfig
+from kvplug.server.fleet import Fleet
+from kvplug.server.metrics import Metrics
+from kvplug.server.prompts import Prompts
+from kvplug.server.proxy import Proxy
+
+logger = logging.getLogger(__name__)
+
+
+class RouterService:
+    """An async context manager; inside, `url` is where it listens."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.router = Router(config.router)
+
+    async def __aenter__(self) -> Self:
+        config = self.config
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=config.connect_timeout_s,
+                sock_read=config.request_timeout_s,
+            ),
+        )
+        self.fleet = Fleet(config, self.router, self._session)
+        proxy, prompts = (
+            Proxy(self.router, self.fleet, self._session),
+            Prompts(config.tokenizer),
+        )
+        metrics = Metrics(self.router, self.fleet, proxy, prompts)
+        api = Api(config, self.fleet, proxy, prompts, metrics)
+        # A client that leaves cancels its handler, and with it the work on the engine.
+        self._runner = web.AppRunner(
+            api.application,
+            handler_cancellation=True,
+            shutdown_timeout=config.grace_s,
+            access_log=None,
+        )
+        try:
+            await self._listen()
+        except BaseException:
+            await self._runner.cleanup()
+            await self._session.close()
+            raise
+        await self.fleet.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._runner.cleanup()
+        await self.fleet.stop()
+        await self._session.close()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the port that was taken."""
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _listen(self) -> None:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.config.host, self.config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            address = f"{self.config.host}:{self.config.port}"
+            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+async def serve(config: ServerConfig) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _stop_or_abort, stopping)
+    async with RouterService(config) as service:
+        logger.info(
+            "listening on %s, mode %s, block size %d, %d workers",
+            service.url,
+            config.router.mode,
+            config.router.block_size,
+            len(config.workers),
+        )
+        await stopping.wait()
+        logger.info("stopping, requests in flight have %g s", config.grace_s)
+
+
+def _stop_or_abort(stopping: asyncio.Event) -> None:
+    if stopping.is_set():
+        raise SystemExit(1)
+    stopping.set()

@@ -1,0 +1,285 @@
+"""The prompts of a request body to token ids, equal to those that the engine computes.
+
+In:  bodies of /v1/completions and /v1/chat/completions; the folder of the model.
+Out: uint32 token ids, one array per prompt.
+
+Routing hashes token ids, so "nearly the same text" is a miss. `tokenizers` alone does not do what
+vLLM does: transformers, which vLLM asks, reads tokenizer_config.json on top of tokenizer.json and
+changes the tokenizer by it (`_configured`). The facts were read in vLLM 0.32.0 and transformers
+5.19.0; tests/server/vectors holds what those versions computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+
+from kvplug.errors import TokenizerError
+from kvplug.server.chat_template import ChatTemplates, Json, flag, refusal
+
+Tokens = npt.NDArray[np.uint32]
+
+_U32_MAX = 2**32 - 1
+# transformers 5 builds these anew, from the vocabulary alone, for models of type "llama".
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+_LLAMA_SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+# Models whose chats vLLM 0.32 renders with code of its own: the folder's template is not used.
+_OWN_CHAT_CODE = frozenset(
+    {
+        "DeepseekV32ForCausalLM",
+        "DeepseekV41ForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4ForConditionalGeneration",
+        "GptOssForCausalLM",
+        "InklingForCausalLM",
+        "InklingForConditionalGeneration",
+        "KimiK3ForConditionalGeneration",
+    }
+)
+
+
+def token_id_prompts(prompt: object) -> list[Tokens] | None:
+    """Return the prompts that are token ids already; None if they are text.
+
+    It is the `prompt` of a completion: text, a list of texts, token ids or a list of token ids.
+    Anything else, and an id outside [0, 2**32), raises TokenizerError.
+    """
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        raise refusal("read the prompt", "text or a list of texts or token ids", prompt)
+    kinds = set(map(type, prompt))
+    if kinds == {str}:
+        return None
+    return [_token_ids(ids) for ids in (prompt if kinds == {list} else [prompt])]
+
+
+def _token_ids(ids: list[Any]) -> Tokens:
+    kinds = set(map(type, ids))  # at C speed; bool is an int to Python but no token id
+    if not kinds <= {int}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int}))
+        raise TokenizerError(f"cannot read the prompt: expected integers as token ids, got {found}")
+    if ids and not 0 <= min(ids) <= max(ids) <= _U32_MAX:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise refusal("read the prompt", "token ids in [0, 2**32)", wrong)
+    return np.array(ids, dtype=np.uint32)
+
+
+class PromptTokenizer:
+    """Tokenizes request bodies as the engine does."""
+
+    def __init__(
+        self, backend: Tokenizer, templates: ChatTemplates, special_tokens: Mapping[str, str]
+    ) -> None:
+        """Use from_folder; special_tokens are the template's variables: bos_token and so on."""
+        self._backend = backend
+        self._templates = templates
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of a model folder.
+
+        A missing template is an error of chat() only: base models have none.
+        """
+        config = _tokenizer_config(folder)
+        model = _read_json(folder / "config.json")
+        backend = _load_backend(folder)
+        if config.get("tokenizer_class") in _LLAMA_CLASSES and model.get("model_type") == "llama":
+            config = _LLAMA_SPECIAL_TOKENS | config
+            _rebuild_as_llama(backend, config)
+        special_tokens = _special_tokens(config)
+        _add_tokens(backend, config, special_tokens)
+        return cls(backend, _load_templates(folder, config, model), special_tokens)
+
+    def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
+        """Token ids of each prompt of a /v1/completions body."""
+        for field in ("prompt_embeds", "suffix"):
+            if body.get(field) is not None:
+                raise refusal("read the prompt", f"no {field} in the request", body[field])
+        prompt = body.get("prompt")
+        given = token_id_prompts(prompt)
+        if given is not None:
+            return [_cut(ids, body) for ids in given]
+        with_special = flag(body, "add_special_tokens", True)
+        texts: list[str] = prompt if isinstance(prompt, list) else [str(prompt)]
+        return [self._encode(text, body, with_special) for text in texts]
+
+    def chat(self, body: Mapping[str, Any]) -> Tokens:
+        """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
+        text = self._templates.render(body, self._special_tokens)
+        return self._encode(text, body, flag(body, "add_special_tokens", False))
+
+    def _encode(self, text: str, body: Mapping[str, Any], with_special: bool) -> Tokens:
+        limit = _limit(body) if body.get("truncation_side") is None else None
+        try:
+            if limit is None:
+                encoding = self._backend.encode(text, add_special_tokens=with_special)
+            else:
+                encoding = self._encode_end(text, limit, with_special)
+        except Exception as error:
+            # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
+            raise TokenizerError(f"cannot tokenize a text: {error}") from error
+        return _cut(np.array(encoding.ids, dtype=np.uint32), body)
+
+    def _encode_end(self, text: str, limit: int, with_special: bool) -> Encoding:
+        """Drop tokens at the left of the text only: the special tokens stay."""
+        num_special = self._backend.num_special_tokens_to_add(False) if with_special else 0
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, limit - num_special), direction="left")
+        return self._backend.post_process(encoding, add_special_tokens=with_special)
+
+
+def _limit(body: Mapping[str, Any]) -> int | None:
+    limit = body.get("truncate_prompt_tokens")
+    if limit is not None and (type(limit) is not int or limit < -1):
+        raise refusal("read the request", "an integer >= -1 in 'truncate_prompt_tokens'", limit)
+    # -1 cuts at the engine's context length, which is not known here: few prompts are longer.
+    return None if limit == -1 else limit
+
+
+def _cut(ids: Tokens, body: Mapping[str, Any]) -> Tokens:
+    limit = _limit(body)
+    if limit is None or limit >= len(ids):
+        return ids
+    # vLLM keeps the end of a prompt unless it is told otherwise.
+    return ids[:limit] if body.get("truncation_side") == "right" else ids[len(ids) - limit :]
+
+
+# --- the model folder -------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> Json:
+    """Read an object; a missing file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"cannot read {path}: expected JSON, got {error}") from error
+    if not isinstance(content, dict):
+        raise refusal(f"read {path}", "a JSON object", content)
+    return content
+
+
+def _tokenizer_config(folder: Path) -> Json:
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    # An older folder: its special tokens are in a file of their own.
+    return config | _read_json(folder / "special_tokens_map.json")
+
+
+def _load_backend(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            f"cannot load the tokenizer: expected tokenizer.json in {folder}, found none; "
+            "write it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
+        )
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise TokenizerError(f"cannot load the tokenizer from {path}: {error}") from error
+    # Settings of training that the file may carry.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _special_tokens(config: Json) -> dict[str, str]:
+    """Name the special tokens: the standard ones and whatever else is called ..._token."""
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    named |= extra if isinstance(extra, dict) else {}
+    # add_bos_token and its like are true or false: no tokens.
+    return {key: _added_token(value).content for key, value in named.items() if _is_token(value)}
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+
+
+def _added_token(value: str | Json) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
+
+
+def _add_tokens(backend: Tokenizer, config: Json, special_tokens: Mapping[str, str]) -> None:
+    """Let tokenizer_config.json add tokens and change the flags of those in tokenizer.json."""
+    decoder = config.get("added_tokens_decoder") or {}
+    listed = [
+        _added_token(token) for _, token in sorted(decoder.items(), key=lambda it: int(it[0]))
+    ]
+    for token in listed:
+        token.special = token.special or token.content in special_tokens.values()
+    known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *listed)}
+    extras = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = [config[key] for key in special_tokens if key in config]
+    named += [*extras.values()] if isinstance(extras, dict) else extras
+    late = {token.content: token for token in map(_added_token, named)}
+    backend.add_tokens(listed + [late[text] for text in late if text not in known])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+
+
+def _rebuild_as_llama(backend: Tokenizer, config: Json) -> None:
+    """Put a space in front as transformers 5 does for a tokenizer of SentencePiece descent.
+
+    tokenizer.json puts one behind each special token; LlamaTokenizer, only at the start.
+    """
+    if not isinstance(backend.model, BPE) or not backend.model.byte_fallback:
+        return
+    scheme = "always" if config.get("legacy") else "first"
+    scheme = "never" if config.get("add_prefix_space") is False else scheme
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
+
+
+def _load_templates(folder: Path, config: Json, model: Json) -> ChatTemplates:
+    if own := _OWN_CHAT_CODE.intersection(model.get("architectures") or []):
+        return ChatTemplates({}, if_none=f"vLLM renders chats of {min(own)} without a template")
+    if _is_mistral_format(folder):
+        return ChatTemplates({}, if_none=f"vLLM renders chats of {folder} by mistral-common")
+    named = _template_files(folder) or _configured_templates(folder, config)
+    legacy = _read_json(folder / "chat_template.json").get("chat_template")
+    # That file belongs to the processor of a multi-modal model, which vLLM asks first; but the
+    # tokenizer's templates know more of tools.
+    has_processor = any(folder.glob("*processor_config.json"))
+    return ChatTemplates(
+        named,
+        without_tools=legacy if has_processor or not named else None,
+        if_none=f"no chat template in {folder}; put the model's chat_template.jinja there",
+    )
+
+
+def _is_mistral_format(folder: Path) -> bool:
+    """Tell a folder that vLLM reads with mistral-common, whatever else is in it."""
+    vocabularies = (*folder.glob("tekken.json"), *folder.glob("tokenizer.model.v*"))
+    return bool(vocabularies) and any(folder.glob("consolidated*.safetensors"))
+
+
+def _template_files(folder: Path) -> dict[str, str]:
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files.setdefault("default", folder / "chat_template.jinja")
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+
+
+def _configured_templates(folder: Path, config: Json) -> dict[str, str]:
+    value = config.get("chat_template") or {}
+    try:
+        if isinstance(value, list):
+            value = {entry["name"]: entry["template"] for entry in value}
+        return value if isinstance(value, dict) else {"default": value + ""}
+    except (KeyError, TypeError) as error:
+        raise refusal(
+            f"read the chat template of {folder}", "a text or a list of name and template", value
+        ) from error

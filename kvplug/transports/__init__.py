@@ -1,0 +1,4 @@
+"""Second floor: moving bytes. Knows no router and no index.
+
+zmq     a subscription to one engine's stock event publisher
+"""

@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplug.kernels import hashing
+from tests.kernels import twins
+
+u32s, u64s = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+
+
+def blocks(tokens, block_size, seed=1337):
+    out = np.empty(len(tokens) // block_size, dtype=np.uint64)
+    hashing.hash_blocks(np.array(tokens, dtype=np.uint32), block_size, np.uint64(seed), out)
+    return out.tolist()
+
+
+def chain(block_hashes, parent=None, seed=1337):
+    out = np.empty(len(block_hashes), dtype=np.uint64)
+    array = np.array(block_hashes, dtype=np.uint64)
+    hashing.chain_blocks(array, parent is not None, np.uint64(parent or 0), np.uint64(seed), out)
+    return out.tolist()
+
+
+@given(st.lists(u32s, max_size=90), st.integers(1, 80), u64s)
+def test_blocks_hash_as_xxh3_does(tokens, block_size, seed):
+    assert blocks(tokens, block_size, seed) == twins.hash_blocks(tokens, block_size, seed)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 32, 33, 60, 61, 64, 128, 256, 257, 272, 513])
+def test_every_length_class_of_xxh3(block_size):
+    tokens = [(i * 2654435761) % 2**32 for i in range(2 * block_size + 1)]
+    assert blocks(tokens, block_size) == twins.hash_blocks(tokens, block_size, 1337)
+
+
+@given(st.lists(u64s, max_size=20), st.none() | u64s, u64s)
+def test_sequence_hashes_chain(block_hashes, parent, seed):
+    assert chain(block_hashes, parent, seed) == twins.chain_blocks(block_hashes, parent, seed)
+
+
+def test_a_chain_continues_from_its_parent():
+    whole = chain([1, 2, 3, 4, 5])
+    assert chain([4, 5], parent=whole[2]) == whole[3:]
+
+
+def test_equal_to_dynamo_1_6_1():
+    # ai-dynamo-runtime 1.6.1: compute_block_hash_for_seq([1, 2, 3, 4], 4)
+    assert blocks([1, 2, 3, 4], 4) == [14643705804678351452]
