@@ -3,10 +3,10 @@
 In:  one payload of an event stream, or the frames around it.   Out: EventBatch, Frame.
 
 Understood are vLLM 0.11 to 0.33 (events are arrays up to 0.23, maps since 0.24), SGLang 0.5, and
-kvplug's own additions (CXL, MoE); tests/vectors holds what each engine sends. A map with integer
-hashes is decoded into one of the wire shapes in one step; all else is first brought into the form
-of such a map, so both ways end in the same types and checks. An event that cannot be used is
-skipped and counted; only bytes that are no batch raise `DecodeError`.
+kvplug's own additions (CXL, MoE); tests/vectors holds what each engine sends. A batch of maps with
+integer hashes becomes wire shapes in one step; in any other batch each event is first brought into
+the form of such a map, so both ways end in the same types and checks. An event that cannot be used
+is skipped and counted; only bytes that are no batch raise `DecodeError`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -81,13 +82,13 @@ def parse_frames(frames: list[bytes]) -> Frame:
 
 def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
     """Read one message of an event stream; DecodeError if it is no batch."""
-    head, raw_events = _open(payload, max_bytes)
+    head = _open(payload, max_bytes)
     read: list[events.Event] = []
     skipped: Counter[str] = Counter()
     unknown_media: dict[str, None] = {}  # a dict, to keep the order
-    for raw in raw_events:
+    for item in head.events:
         try:
-            wire = _parse(raw)
+            wire = _parse(item) if isinstance(item, Raw) else item
             read.append(wire.event())
         except _SkipError as skip:
             skipped[skip.reason] += 1
@@ -119,8 +120,8 @@ def encode(batch: EventBatch) -> bytes:
 
 # --- bytes to wire shapes -------------------------------------------------------------------------
 
-# msgspec 0.22 lets the last two out of bytes that are no valid msgpack.
-_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# msgspec lets all of these out of bytes that are not valid; TypeError (a map as a key) up to 0.19.
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 _MAP_OPCODES: Final = (*range(0x80, 0x90), 0xDE, 0xDF)
 _FIELD_REASONS: Final = {
     "block_hashes": Reason.BAD_HASH,
@@ -139,16 +140,17 @@ class _SkipError(Exception):
         self.reason = reason
 
 
-def _open(payload: bytes, max_bytes: int) -> tuple[_BatchArray | _BatchMap, list[Raw]]:
-    """The batch's own fields, and its events still packed."""
+def _open(payload: bytes, max_bytes: int) -> _Batch[_Wire] | _Batch[Raw]:
+    """The batch with its events as wire shapes if all of them fit, else still packed."""
     if len(payload) > max_bytes:
         raise DecodeError(
             f"cannot decode an event batch: expected at most {max_bytes} bytes, got {len(payload)}"
         )
     is_map = bool(payload) and payload[0] in _MAP_OPCODES
+    with suppress(*_MALFORMED):
+        return (_MAP_OF_SHAPES if is_map else _ARRAY_OF_SHAPES).decode(payload)
     try:
-        head = _BATCH_MAP.decode(payload) if is_map else _BATCH_ARRAY.decode(payload)
-        return head, _EVENTS.decode(head.events)
+        return (_MAP_OF_ANY if is_map else _ARRAY_OF_ANY).decode(payload)
     except _MALFORMED as error:
         raise DecodeError(
             "cannot decode an event batch: expected msgpack [ts, events, dp_rank] or a map with "
@@ -243,16 +245,17 @@ _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _Index = Annotated[int, Meta(ge=0)]
 
 
-class _BatchArray(Struct, array_like=True):
+_E = TypeVar("_E")
+
+
+class _BatchArray(Struct, Generic[_E], array_like=True):
     ts: float
-    # Raw is walked over without building anything: a count that promises more than the payload
-    # holds is refused before memory is taken for it.
-    events: Raw
+    events: list[_E]
     rank: _Index | None = None
 
 
-class _BatchMap(Struct):
-    events: Raw
+class _BatchMap(Struct, Generic[_E]):
+    events: list[_E]
     ts: float = 0.0
     data_parallel_rank: _Index | None = None
     attn_dp_rank: _Index | None = None
@@ -379,9 +382,11 @@ _SHAPES: Final[dict[str, type[_Wire]]] = {
     "AllCacheCleared": _Cleared,
     "CxlStateTransition": _Transition,
 }
-_BATCH_ARRAY: Final = msgspec.msgpack.Decoder(_BatchArray)
-_BATCH_MAP: Final = msgspec.msgpack.Decoder(_BatchMap)
-_EVENTS: Final = msgspec.msgpack.Decoder(list[Raw])
+_Batch = _BatchArray[_E] | _BatchMap[_E]
+_ARRAY_OF_SHAPES: Final = msgspec.msgpack.Decoder(_BatchArray[_Wire])
+_ARRAY_OF_ANY: Final = msgspec.msgpack.Decoder(_BatchArray[Raw])
+_MAP_OF_SHAPES: Final = msgspec.msgpack.Decoder(_BatchMap[_Wire])
+_MAP_OF_ANY: Final = msgspec.msgpack.Decoder(_BatchMap[Raw])
 _EVENT: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)
 _ANYTHING: Final = msgspec.msgpack.Decoder()
 

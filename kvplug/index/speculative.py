@@ -39,7 +39,7 @@ class SpeculativeBlocks:
 
     def __init__(self, ttl_s: float, capacity: int = _CAPACITY) -> None:
         self.ttl_s = ttl_s
-        self.num_lost = 0  # expired early because the ring was full
+        self.num_lost = 0  # dropped early, or at once, because the ring was full
         self._table = HashTable()
         self._keys = np.zeros(capacity, dtype=np.uint64)
         self._ranks = np.zeros(capacity, dtype=np.int32)
@@ -56,10 +56,11 @@ class SpeculativeBlocks:
         return self._table.nbytes + int(ring)
 
     def insert(self, rank_number: int, sequence_hashes: U64, now_s: float) -> None:
-        """The rank will hold these blocks; only the last `capacity` of them are kept."""
+        """The rank will hold these blocks; only the first `capacity` of them are kept."""
         if self.ttl_s <= 0 or not len(sequence_hashes):
             return
-        hashes = sequence_hashes[-len(self._keys) :]
+        hashes = sequence_hashes[: len(self._keys)]
+        self.num_lost += len(sequence_hashes) - len(hashes)
         self._make_room(len(hashes))
         numbers = np.arange(self._next, self._next + len(hashes)).astype(np.uint64)
         places = numbers % np.uint64(len(self._keys))

@@ -84,6 +84,9 @@ class Api:
         if not self._fleet.knows(model) and served:
             message = f"the model {model!r} does not exist; served are: {', '.join(served)}"
             raise ApiError(404, message, code="model_not_found", param="model")
+        if model not in served:
+            message = f"no worker that serves model {model!r} can be reached now"
+            raise ApiError(503, message, code="no_worker")
         return model
 
 

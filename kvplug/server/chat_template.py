@@ -32,7 +32,11 @@ ContentFormat = Literal["string", "openai"]
 Json = dict[str, Any]
 
 # fmt: off
-_TEXT_PARTS = frozenset(["text", "input_text", "output_text", "refusal", "thinking"])
+# Where a part of each type that is no picture and no sound has its text.
+_TEXT_KEYS = {
+    "text": "text", "input_text": "text", "output_text": "text",
+    "refusal": "refusal", "thinking": "thinking", "tool_reference": "name",
+}
 # What vLLM knows of parts of any type; a field that it does not know reaches an "openai" template.
 _PART_FIELDS = frozenset([
     "audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil",
@@ -181,15 +185,14 @@ def _options(body: Mapping[str, Any]) -> Json:
     if not isinstance(given, dict):
         raise refusal("render a chat", "an object in chat_template_kwargs", given)
     effort = body.get("reasoning_effort")
+    # Asking for an effort switches thinking on or off, unless the client does so itself.
+    thinking = None if effort is None else given.get("enable_thinking", effort != "none")
     fields = {
         "add_generation_prompt": flag(body, "add_generation_prompt", True),
         "continue_final_message": flag(body, "continue_final_message", False),
         "documents": _objects(body, "documents"),
         "reasoning_effort": effort,
-        # Asking for an effort switches thinking on, unless the client says otherwise.
-        "enable_thinking": None
-        if effort is None
-        else given.get("enable_thinking", effort != "none"),
+        "enable_thinking": thinking,
     }
     tools = _objects(body, "tools")
     options: Json = {"documents": None, "tools": tools and [_tool(tool) for tool in tools]}
@@ -209,18 +212,23 @@ def _objects(body: Mapping[str, Any], name: str) -> list[Json] | None:
 
 def _tool(tool: Json) -> Json:
     """Rebuild a tool as vLLM's request model prints it: fixed order, absent fields null."""
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise refusal("render a chat", "an object in 'function' of each tool", function)
+    function = _function_of(tool)
     deferred = tool.get("defer_loading")
     rebuilt = {name: function.get(name) for name in ("name", "description", "parameters")}
-    extras = {
-        "strict": function.get("strict"),
-        "defer_loading": function.get("defer_loading", deferred),
-    }
-    rebuilt |= {name: value for name, value in extras.items() if value is not None}
+    if function.get("strict") is not None:
+        rebuilt["strict"] = function["strict"]
+    inner = function.get("defer_loading")
+    if inner is not None or deferred is not None:
+        rebuilt["defer_loading"] = deferred if inner is None else inner
     outer = {"type": "function", "function": rebuilt}
     return outer if deferred is None else {**outer, "defer_loading": deferred}
+
+
+def _function_of(tool: Json) -> Json:
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise refusal("render a chat", "a tool or a tool call of type 'function'", tool)
+    return function
 
 
 def conversation(messages: object, form: ContentFormat) -> list[Json]:
@@ -239,9 +247,9 @@ def _message(message: object, form: ContentFormat) -> Json:
         known |= _assistant_fields(message)
     if role == "tool" and "tool_call_id" in message:
         known["tool_call_id"] = message["tool_call_id"]
-    known |= {
-        name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)
-    }
+    for name in ("name", "task"):
+        if isinstance(message.get(name), str):
+            known[name] = message[name]
     if role == "developer":
         tools = _objects(message, "tools")
         known["tools"] = tools and [_developer_tool(tool) for tool in tools]
@@ -250,7 +258,7 @@ def _message(message: object, form: ContentFormat) -> Json:
 
 def _content(message: Json, form: ContentFormat) -> str | list[Json]:
     parts = _parts(message["role"], message.get("content"))
-    texts = [part["text"] if part["type"] == "text" else part["name"] for part in parts]
+    texts = [part[_TEXT_KEYS[part["type"]]] for part in parts]
     if form == "string":
         return "\n".join(text for text in texts if text)
     # Most templates know only text as the result of a tool; references to tools stay parts.
@@ -282,12 +290,11 @@ def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
 def _part(part: object) -> Json | None:
     """Rebuild one part; None if it is text without text, which vLLM skips."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or kind not in [*_TEXT_PARTS, "tool_reference"]:
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_KEYS:
         raise refusal("render a chat", "only text parts as content", kind or part)
-    key = {"tool_reference": "name", "refusal": kind, "thinking": kind}.get(kind, "text")
-    text = part.get(key)
+    text = part.get(_TEXT_KEYS[kind])
     if not isinstance(text, str | None):
-        raise refusal("render a chat", f"text in {key!r} of a part", text)
+        raise refusal("render a chat", f"text in a part of type {kind!r}", text)
     if kind == "tool_reference":
         return {"type": kind, "name": text or ""}
     extras = {name: value for name, value in part.items() if name not in _PART_FIELDS}
@@ -299,24 +306,18 @@ def _assistant_fields(message: Json) -> Json:
     if calls := _objects(message, "tool_calls"):
         known["tool_calls"] = [_tool_call(call) for call in calls]
     reasoning = message.get("reasoning")
-    if reasoning is None:
-        reasoning = message.get("reasoning_content")
-    # Templates differ in the name that they read.
-    return (
-        known
-        if reasoning is None
-        else {**known, "reasoning": reasoning, "reasoning_content": reasoning}
-    )
+    reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+    if reasoning is not None:
+        # Templates differ in the name that they read.
+        known |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    return known
 
 
 def _tool_call(call: Json) -> Json:
-    function = call.get("function")
-    if call.get("type") != "function" or not isinstance(function, dict):
-        raise refusal("render a chat", "tool calls of type 'function'", call.get("type"))
-    parsed = {**function, "arguments": _arguments(function.get("arguments"))}
-    return _ordered(
-        {**call, "function": _ordered(parsed, "arguments", "name")}, "id", "function", "type"
-    )
+    function = _function_of(call)
+    function = {**function, "arguments": _arguments(function.get("arguments"))}
+    function = _ordered(function, "arguments", "name")
+    return _ordered({**call, "function": function}, "id", "function", "type")
 
 
 def _arguments(text: object) -> Json:
@@ -325,14 +326,13 @@ def _arguments(text: object) -> Json:
         arguments = json.loads(text) if isinstance(text, str) else text
     except json.JSONDecodeError:
         return {}
+    except (ValueError, RecursionError) as error:  # a number too long, lists too deep
+        raise TokenizerError(f"cannot read the arguments of a tool call: {error}") from error
     return arguments if isinstance(arguments, dict) else {}
 
 
 def _developer_tool(tool: Json) -> Json:
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise refusal("render a chat", "an object in 'function' of each tool", function)
-    function = _ordered(function, "name", "description", "parameters", "strict")
+    function = _ordered(_function_of(tool), "name", "description", "parameters", "strict")
     return _ordered({**tool, "function": function}, "function", "type")
 
 

@@ -57,29 +57,30 @@ class Prompts:
                 return _tokenize(tokenizer, body, is_chat)
             return await asyncio.to_thread(_tokenize, tokenizer, body, is_chat)
         except TokenizerError as error:
-            self._note(body["model"], str(error))
+            # The engine will say what is wrong with the request, if anything is.
+            self.untokenized[body["model"]] += 1
+            logger.debug("a request is routed by load alone: %s", error)
             return None
 
     def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
         if model not in self._tokenizers:
-            self._tokenizers[model] = None  # tried once, named once
-            folder = self._folder or Path(root)
-            if not (folder / "tokenizer.json").is_file():
-                self._note(model, f"no tokenizer.json in {str(folder)!r}: pass --tokenizer FOLDER")
-                return None
-            self._tokenizers[model] = PromptTokenizer.from_folder(folder)
+            self._tokenizers[model] = _load(model, self._folder or Path(root))
         if self._tokenizers[model] is None:
             self.untokenized[model] += 1
         return self._tokenizers[model]
 
-    def _note(self, model: str, reason: str) -> None:
-        if not self.untokenized[model]:
-            logger.warning(
-                "model %s: text is routed by load alone, without prefix knowledge: %s",
-                model,
-                reason,
-            )
-        self.untokenized[model] += 1
+
+def _load(model: str, folder: Path) -> PromptTokenizer | None:
+    try:
+        return PromptTokenizer.from_folder(folder)
+    except TokenizerError as error:
+        logger.warning(
+            "model %s: text is routed by load alone, without prefix knowledge: %s; "
+            "pass --tokenizer FOLDER",
+            model,
+            error,
+        )
+        return None
 
 
 def _tokenize(tokenizer: PromptTokenizer, body: Body, is_chat: bool) -> Tokens | None:

@@ -48,12 +48,10 @@ class RouterService:
             ),
         )
         self.fleet = Fleet(config, self.router, self._session)
-        proxy, prompts = (
-            Proxy(self.router, self.fleet, self._session),
-            Prompts(config.tokenizer),
-        )
-        metrics = Metrics(self.router, self.fleet, proxy, prompts)
-        api = Api(config, self.fleet, proxy, prompts, metrics)
+        self.proxy = Proxy(self.router, self.fleet, self._session)
+        prompts = Prompts(config.tokenizer)
+        metrics = Metrics(self.router, self.fleet, self.proxy, prompts)
+        api = Api(config, self.fleet, self.proxy, prompts, metrics)
         # A client that leaves cancels its handler, and with it the work on the engine.
         self._runner = web.AppRunner(
             api.application,

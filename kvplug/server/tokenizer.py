@@ -5,7 +5,7 @@ Out: uint32 token ids, one array per prompt.
 
 Routing hashes token ids, so "nearly the same text" is a miss. `tokenizers` alone does not do what
 vLLM does: transformers, which vLLM asks, reads tokenizer_config.json on top of tokenizer.json and
-changes the tokenizer by it (`_configured`). The facts were read in vLLM 0.32.0 and transformers
+changes the tokenizer by it (`_configure`). The facts were read in vLLM 0.32.0 and transformers
 5.19.0; tests/server/vectors holds what those versions computed.
 """
 
@@ -17,32 +17,26 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvplug.errors import TokenizerError
+from kvplug.hashing import Tokens
 from kvplug.server.chat_template import ChatTemplates, Json, flag, refusal
-
-Tokens = npt.NDArray[np.uint32]
 
 _U32_MAX = 2**32 - 1
 # transformers 5 builds these anew, from the vocabulary alone, for models of type "llama".
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _LLAMA_SPECIAL_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Models whose chats vLLM 0.32 renders with code of its own: the folder's template is not used.
-_OWN_CHAT_CODE = frozenset(
-    {
-        "DeepseekV32ForCausalLM",
-        "DeepseekV41ForCausalLM",
-        "DeepseekV4ForCausalLM",
-        "DeepseekV4ForConditionalGeneration",
-        "GptOssForCausalLM",
-        "InklingForCausalLM",
-        "InklingForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-    }
-)
+# fmt: off
+_OWN_CHAT_CODE = frozenset([
+    "DeepseekV32ForCausalLM", "DeepseekV41ForCausalLM", "DeepseekV4ForCausalLM",
+    "DeepseekV4ForConditionalGeneration", "GptOssForCausalLM", "InklingForCausalLM",
+    "InklingForConditionalGeneration", "KimiK3ForConditionalGeneration",
+])
+# fmt: on
 
 
 def token_id_prompts(prompt: object) -> list[Tokens] | None:
@@ -92,12 +86,15 @@ class PromptTokenizer:
         config = _tokenizer_config(folder)
         model = _read_json(folder / "config.json")
         backend = _load_backend(folder)
-        if config.get("tokenizer_class") in _LLAMA_CLASSES and model.get("model_type") == "llama":
-            config = _LLAMA_SPECIAL_TOKENS | config
-            _rebuild_as_llama(backend, config)
-        special_tokens = _special_tokens(config)
-        _add_tokens(backend, config, special_tokens)
-        return cls(backend, _load_templates(folder, config, model), special_tokens)
+        try:
+            special_tokens = _configure(backend, config, model)
+            templates = _load_templates(folder, config, model)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise TokenizerError(
+                f"cannot read the JSON files of {folder}: expected the fields that transformers "
+                f"writes, got {error!r}"
+            ) from error
+        return cls(backend, templates, special_tokens)
 
     def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
         """Token ids of each prompt of a /v1/completions body."""
@@ -156,12 +153,20 @@ def _cut(ids: Tokens, body: Mapping[str, Any]) -> Tokens:
 # --- the model folder -------------------------------------------------------------------------
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read {path}: {error}") from error
+
+
 def _read_json(path: Path) -> Json:
     """Read an object; a missing file is an empty one."""
     if not path.is_file():
         return {}
+    text = _read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text)
     except ValueError as error:
         raise TokenizerError(f"cannot read {path}: expected JSON, got {error}") from error
     if not isinstance(content, dict):
@@ -194,46 +199,55 @@ def _load_backend(folder: Path) -> Tokenizer:
     return backend
 
 
-def _special_tokens(config: Json) -> dict[str, str]:
-    """Name the special tokens: the standard ones and whatever else is called ..._token."""
+def _configure(backend: Tokenizer, config: Json, model: Json) -> dict[str, str]:
+    """Change the tokenizer as transformers does by its configuration; returns special tokens."""
+    if config.get("tokenizer_class") in _LLAMA_CLASSES and model.get("model_type") == "llama":
+        config = _LLAMA_SPECIAL_TOKENS | config
+        _rebuild_as_llama(backend, config)
+    named = _special_tokens(config)
+    special_tokens = {key: token.content for key, token in named.items()}
+    _add_tokens(backend, config, [*named.values(), *_unnamed_special_tokens(config)])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    return special_tokens
+
+
+def _special_tokens(config: Json) -> dict[str, AddedToken]:
+    """Find the special tokens with a name: the standard ones and what else is called ..._token."""
     named = {key: value for key, value in config.items() if key.endswith("_token")}
     extra = config.get("extra_special_tokens")
     named |= extra if isinstance(extra, dict) else {}
     # add_bos_token and its like are true or false: no tokens.
-    return {key: _added_token(value).content for key, value in named.items() if _is_token(value)}
+    return {key: _added(value) for key, value in named.items() if isinstance(value, str | dict)}
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+def _unnamed_special_tokens(config: Json) -> list[AddedToken]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return [] if isinstance(extra, dict) else [_added(value) for value in extra]
 
 
-def _added_token(value: str | Json) -> AddedToken:
+def _added(value: str | Json) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
-    return AddedToken(**{key: item for key, item in value.items() if key != "__type"})
+    flags = {name: value[name] for name in _TOKEN_FLAGS if name in value}
+    return AddedToken(value["content"], **flags)
 
 
-def _add_tokens(backend: Tokenizer, config: Json, special_tokens: Mapping[str, str]) -> None:
-    """Let tokenizer_config.json add tokens and change the flags of those in tokenizer.json."""
+def _add_tokens(backend: Tokenizer, config: Json, special_tokens: list[AddedToken]) -> None:
+    """Add what tokenizer.json lacks; the flags in added_tokens_decoder replace those in it."""
     decoder = config.get("added_tokens_decoder") or {}
-    listed = [
-        _added_token(token) for _, token in sorted(decoder.items(), key=lambda it: int(it[0]))
-    ]
-    for token in listed:
-        token.special = token.special or token.content in special_tokens.values()
+    listed = [_added(decoder[token_id]) for token_id in sorted(decoder, key=int)]
     known = {token.content for token in (*backend.get_added_tokens_decoder().values(), *listed)}
-    extras = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = [config[key] for key in special_tokens if key in config]
-    named += [*extras.values()] if isinstance(extras, dict) else extras
-    late = {token.content: token for token in map(_added_token, named)}
-    backend.add_tokens(listed + [late[text] for text in late if text not in known])
-    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    late = {token.content: token for token in special_tokens if token.content not in known}
+    special = {token.content for token in special_tokens}
+    for token in (*listed, *late.values()):
+        token.special = token.special or token.content in special
+    backend.add_tokens([*listed, *late.values()])
 
 
 def _rebuild_as_llama(backend: Tokenizer, config: Json) -> None:
-    """Put a space in front as transformers 5 does for a tokenizer of SentencePiece descent.
+    """Put spaces where LlamaTokenizer of transformers 5 does, which is built without the file.
 
-    tokenizer.json puts one behind each special token; LlamaTokenizer, only at the start.
+    tokenizer.json has one behind each special token; the class, only at the start of the text.
     """
     if not isinstance(backend.model, BPE) or not backend.model.byte_fallback:
         return
@@ -248,7 +262,7 @@ def _load_templates(folder: Path, config: Json, model: Json) -> ChatTemplates:
         return ChatTemplates({}, if_none=f"vLLM renders chats of {min(own)} without a template")
     if _is_mistral_format(folder):
         return ChatTemplates({}, if_none=f"vLLM renders chats of {folder} by mistral-common")
-    named = _template_files(folder) or _configured_templates(folder, config)
+    named = _template_files(folder) or _configured_templates(config)
     legacy = _read_json(folder / "chat_template.json").get("chat_template")
     # That file belongs to the processor of a multi-modal model, which vLLM asks first; but the
     # tokenizer's templates know more of tools.
@@ -270,16 +284,11 @@ def _template_files(folder: Path) -> dict[str, str]:
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files.setdefault("default", folder / "chat_template.jinja")
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return {name: _read_text(path) for name, path in files.items()}
 
 
-def _configured_templates(folder: Path, config: Json) -> dict[str, str]:
-    value = config.get("chat_template") or {}
-    try:
-        if isinstance(value, list):
-            value = {entry["name"]: entry["template"] for entry in value}
-        return value if isinstance(value, dict) else {"default": value + ""}
-    except (KeyError, TypeError) as error:
-        raise refusal(
-            f"read the chat template of {folder}", "a text or a list of name and template", value
-        ) from error
+def _configured_templates(config: Json) -> dict[str, str]:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if template else {}

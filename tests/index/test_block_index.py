@@ -1,0 +1,174 @@
+"""The rules of the index, one by one; the state machine beside this file mixes them."""
+
+import pytest
+
+from kvplug.errors import IndexCorruptError
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CxlState,
+    CxlStateTransition,
+    EventBatch,
+    Namespace,
+    Rank,
+    Tier,
+)
+from kvplug.hashing import as_tokens, seed_of
+from kvplug.index.block_index import BlockIndex
+
+A, B = Rank("a"), Rank("b")
+TOKENS = tuple(range(16))  # four blocks of four
+
+
+@pytest.fixture
+def index():
+    index = BlockIndex(4)
+    index.add_rank(A)
+    index.add_rank(B)
+    yield index
+    index.check()
+
+
+def stored(*names, tokens=TOKENS, start=0, parent=None, **more):
+    chunk = tokens[4 * start : 4 * (start + len(names))]
+    return BlockStored(block_hashes=names, token_ids=chunk, block_size=4, parent=parent, **more)
+
+
+def apply(index, rank, *events):
+    return index.apply(rank, EventBatch(events=events))
+
+
+def depth(index, rank, tokens=TOKENS, namespace=Namespace()):  # noqa: B008 - immutable
+    hashes = index.hasher.sequence_hashes(as_tokens(tokens), seed_of(namespace))
+    return int(index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)])
+
+
+def test_two_copies_take_two_removals(index):
+    apply(index, A, stored(1, 2), stored(1, 2))
+    apply(index, A, BlockRemoved(block_hashes=(2,)))
+    assert depth(index, A) == 2
+    apply(index, A, BlockRemoved(block_hashes=(2,)))
+    assert depth(index, A) == 1
+
+
+def test_a_store_with_an_unknown_parent_is_counted_and_not_guessed(index):
+    applied = apply(index, A, stored(3, 4, start=2, parent=2))
+    assert applied.refused == {"unknown_parent": 2}
+    assert len(index) == 0
+
+
+def test_a_missing_middle_block_ends_the_match_until_it_returns(index):
+    apply(index, A, stored(1, 2, 3, 4))
+    apply(index, A, BlockRemoved(block_hashes=(2,)))
+    assert depth(index, A) == 1
+    assert len(index) == 3
+    apply(index, A, stored(2, start=1, parent=1))
+    assert depth(index, A) == 4
+
+
+def test_a_clear_is_of_one_rank(index):
+    apply(index, A, stored(1, 2))
+    apply(index, B, stored(1, 2))
+    apply(index, A, AllBlocksCleared())
+    assert (depth(index, A), depth(index, B)) == (0, 2)
+
+
+def test_a_clear_may_name_a_tier(index):
+    apply(index, A, stored(1), stored(1, tier=Tier.HOST))
+    apply(index, A, AllBlocksCleared(tier=Tier.HOST))
+    assert index.engine_hashes_of(A, Tier.HOST).tolist() == []
+    assert index.engine_hashes_of(A, Tier.DEVICE).tolist() == [1]
+
+
+def test_events_of_a_removed_worker_are_refused(index):
+    apply(index, A, stored(1, 2))
+    index.remove_worker("a")
+    assert len(index) == 0
+    assert apply(index, A, stored(1, 2)).refused == {"unknown_rank": 1}
+
+
+def test_a_child_inherits_the_namespace_of_its_parent(index):
+    salted = Namespace(salt="tenant")
+    apply(index, A, stored(1, 2, namespace=salted), stored(3, start=2, parent=2))
+    assert depth(index, A, namespace=salted) == 3
+    assert depth(index, A) == 0
+
+
+def test_a_copy_in_host_memory_is_worth_less(index):
+    apply(index, A, stored(1, 2), stored(3, 4, start=2, parent=2, tier=Tier.HOST))
+    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    overlap = index.overlap(hashes, now_s=0.0)
+    assert overlap.depth.tolist() == [4, 0]
+    assert overlap.credit.tolist() == [2 + 2 * 0.75, 0]
+
+
+def test_an_engine_with_other_hashes_gets_a_domain_of_its_own(index):
+    apply(index, A, stored(1, 2))
+    apply(index, B, stored(101, 102))  # the same content under other names
+    assert len(index.domains) == 2
+    assert (depth(index, A), depth(index, B)) == (2, 2)
+    apply(index, A, BlockRemoved(block_hashes=(2,)))
+    assert (depth(index, A), depth(index, B)) == (1, 2)
+
+
+def test_an_engine_that_moves_keeps_what_it_had(index):
+    apply(index, A, stored(1, 2))
+    apply(index, B, stored(1, 2))
+    other = tuple(range(100, 116))
+    apply(index, A, stored(9, tokens=other))
+    apply(index, B, stored(9))  # one name, another content than a's: they disagree
+    assert len(index.domains) == 2
+    assert sorted(index.engine_hashes_of(B).tolist()) in ([1, 2], [1, 2, 9])
+    apply(index, B, BlockRemoved(block_hashes=(2,)))
+    assert (depth(index, A), depth(index, B)) == (2, 1)
+
+
+def test_one_name_for_two_contents_of_one_engine_is_refused(index):
+    index.remove_worker("b")
+    apply(index, A, stored(1))
+    applied = apply(index, A, stored(1, tokens=tuple(range(50, 54))))
+    assert applied.refused == {"conflicting_hash": 1}
+    assert depth(index, A) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (BlockStored(block_hashes=(1,), token_ids=(1,) * 8, block_size=8), "block_size"),
+        (BlockStored(block_hashes=(1, 2), token_ids=(1,) * 4, block_size=4), "misaligned"),
+        (BlockStored(block_hashes=(1, 1), token_ids=(1,) * 8, block_size=4), "conflicting_hash"),
+        (BlockRemoved(block_hashes=(5,)), "unknown_block"),
+        (CxlStateTransition(block_hashes=(5,), new_state=CxlState.EVICTED), "cxl_transition"),
+    ],
+)
+def test_what_is_not_certain_is_refused_by_name(index, event, reason):
+    assert list(apply(index, A, event).refused) == [reason]
+    assert len(index) == 0
+
+
+def test_check_sees_a_broken_table(index):
+    apply(index, A, stored(1, 2))
+    row = int(index.holdings.find(index.hasher.sequence_hashes(as_tokens(TOKENS)))[0])
+    set_id = index.holdings.set_of_row[row]
+    index.holdings.set_of_row[row] = 0
+    with pytest.raises(IndexCorruptError):
+        index.check()
+    index.holdings.set_of_row[row] = set_id
+
+
+def test_many_ranks_and_blocks_make_everything_grow():
+    index, num_ranks = BlockIndex(4), 200
+    tokens = tuple(range(4000))
+    for number in range(num_ranks):
+        rank = Rank(f"w{number}")
+        index.add_rank(rank)
+        names = tuple(range(1, 1001 - number))
+        apply(index, rank, stored(*names, tokens=tokens))
+    index.check()
+    overlap = index.overlap(index.hasher.sequence_hashes(as_tokens(tokens)), now_s=0.0)
+    assert overlap.depth.tolist() == [1000 - number for number in range(num_ranks)]
+    for number in range(num_ranks):
+        index.remove_worker(f"w{number}")
+    index.check()
+    assert len(index) == 0

@@ -1,0 +1,54 @@
+"""A stock-like event publisher on a real socket, for tests."""
+
+import zmq
+
+from kvplug import codec
+from kvplug.events import BlockStored, EventBatch
+
+TOPIC = b"kv@pod@model"
+
+
+def stored(first_token, num_blocks=1, block_size=4, **more):
+    """A run of blocks whose names are derived from their first token."""
+    tokens = tuple(range(first_token, first_token + num_blocks * block_size))
+    names = tuple(1000 * first_token + i for i in range(num_blocks))
+    return BlockStored(block_hashes=names, token_ids=tokens, block_size=block_size, **more)
+
+
+def message(number, *events, dp_rank=0):
+    """The three frames of vLLM and SGLang."""
+    payload = codec.encode(EventBatch(events=events, dp_rank=dp_rank))
+    return [TOPIC, number.to_bytes(8, "big"), payload]
+
+
+class Publisher:
+    """A PUB socket that can die and come back on its port."""
+
+    def __init__(self):
+        self._context = zmq.Context()
+        self._port = 0
+        self.open()
+
+    @property
+    def endpoint(self):
+        return f"tcp://127.0.0.1:{self._port}"
+
+    def open(self):
+        self._socket = self._context.socket(zmq.XPUB)
+        self._socket.bind(f"tcp://127.0.0.1:{self._port or '*'}")
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+        self._port = int(endpoint.rpartition(":")[2].rstrip("\0"))
+
+    def wait_for_a_subscriber(self, timeout_ms=10_000):
+        """XPUB hands out subscriptions, so nothing is published into the void."""
+        assert self._socket.poll(timeout_ms), "nobody subscribed"
+        self._socket.recv()
+
+    def send(self, frames):
+        self._socket.send_multipart(frames)
+
+    def close(self):
+        self._socket.close(linger=0)
+
+    def destroy(self):
+        self._context.destroy(linger=0)

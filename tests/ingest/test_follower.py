@@ -1,0 +1,119 @@
+import logging
+
+import pytest
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.events import BlockRemoved
+from kvplug.ingest.follower import Follower
+from tests.ingest.publisher import message, stored
+
+RANK = Rank("w")
+
+
+@pytest.fixture
+def router():
+    router = Router(RouterConfig(block_size=4))
+    router.add_worker("w")
+    return router
+
+
+@pytest.fixture
+def follower(router):
+    follower = Follower(router, RANK)
+    follower.on_connected()
+    return follower
+
+
+def test_events_reach_the_index(router, follower):
+    follower.receive(message(0, stored(1, 3)))
+    follower.receive(message(1, BlockRemoved(block_hashes=(1002,))))
+    assert len(router.index) == 2
+    assert (follower.num_stored, follower.num_removed, follower.incomplete) == (3, 1, None)
+
+
+def test_a_duplicate_is_not_applied_twice(router, follower):
+    follower.receive(message(0, stored(1)))
+    follower.receive(message(0, stored(1)))
+    follower.receive(message(1, BlockRemoved(block_hashes=(1000,))))
+    assert len(router.index) == 0
+    assert follower.skipped == {"duplicate": 1}
+
+
+def test_a_gap_is_counted_and_named(router, follower, caplog):
+    follower.receive(message(0, stored(1)))
+    follower.receive(message(5, stored(9)))
+    assert len(router.index) == 2
+    assert follower.sequence.num_missed == 4
+    assert follower.incomplete == "4 event messages were lost"
+    assert "not all of its blocks are known: 4 event messages were lost" in caplog.text
+
+
+def test_a_restart_forgets_the_former_life(router, follower):
+    for number in range(3):
+        follower.receive(message(number, stored(10 * number + 1)))
+    follower.receive(message(0, stored(91)))
+    assert router.index.engine_hashes_of(RANK).tolist() == [91_000]
+    assert follower.incomplete is None
+
+
+def test_a_lost_connection_forgets_everything(router, follower):
+    follower.receive(message(0, stored(1, 3)))
+    follower.on_disconnected()
+    assert len(router.index) == 0
+    assert not follower.connected
+    follower.on_connected()
+    follower.receive(message(0, stored(5)))
+    assert (len(router.index), follower.incomplete) == (1, None)
+
+
+def test_joining_late_is_said(follower):
+    follower.receive(message(17, stored(1)))
+    assert follower.incomplete == "the router joined after the engine's first events"
+
+
+def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):
+    follower.receive(message(0, stored(1, parent=4711)))
+    assert len(router.index) == 0
+    assert follower.skipped == {"unknown_parent": 1}
+    assert follower.incomplete == "blocks came whose parents are unknown"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        [b"one frame"],
+        [b"topic", b"short", b"\x93"],
+        [b"topic", (0).to_bytes(8, "big"), b"\xc1\xff garbage"],
+        [b"topic", (0).to_bytes(8, "big"), b""],
+        [],
+    ],
+)
+def test_garbage_is_counted_skipped_and_logged_once(router, follower, caplog, garbage):
+    follower.receive(garbage)
+    follower.receive(garbage)
+    follower.receive(message(0, stored(1)))
+    assert follower.skipped == {"undecodable": 2}
+    assert len(router.index) == 1
+    warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "check that the endpoint is an event publisher" in warnings[0].getMessage()
+
+
+def test_a_wrong_block_size_is_named_with_the_cure(follower, caplog):
+    follower.receive(message(0, stored(1, block_size=8)))
+    assert follower.skipped == {"block_size": 1}
+    assert "start the router with the engine's --block-size" in caplog.text
+
+
+def test_removals_in_other_groups_of_a_hybrid_model_are_left_alone(router, follower):
+    follower.receive(message(0, stored(1, group=1)))
+    follower.receive(message(1, BlockRemoved(block_hashes=(1000,), group=0)))
+    assert len(router.index) == 1
+    assert follower.skipped == {"removed_in_other_group": 1}
+    follower.receive(message(2, BlockRemoved(block_hashes=(1000,), group=1)))
+    assert len(router.index) == 0
+
+
+def test_a_rank_that_is_not_routed_to_is_counted(follower):
+    follower.receive(message(0, stored(1), dp_rank=3))
+    assert follower.skipped == {"unknown_rank": 1}

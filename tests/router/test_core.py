@@ -1,0 +1,178 @@
+import random
+import threading
+
+import pytest
+
+from kvplug import BlockRemoved, BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
+from kvplug.errors import ConfigError, HashingError, NoWorkerError, UnknownRequestError
+from kvplug.hashing import as_tokens
+
+PROMPT = list(range(64))
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def make_router(*workers, clock=None, **settings):
+    config = RouterConfig(block_size=4, **settings)
+    router = Router(config, clock=clock or Clock(), random_=random.Random(0))
+    for worker in workers:
+        router.add_worker(worker)
+    return router
+
+
+def store(router, worker, tokens, *, dp_rank=0, **more):
+    names = tuple(range(1, len(tokens) // 4 + 1))
+    event = BlockStored(block_hashes=names, token_ids=tuple(tokens), block_size=4, **more)
+    return router.apply(Rank(worker, dp_rank), EventBatch(events=(event,)))
+
+
+def test_a_request_goes_to_the_worker_that_holds_its_prefix():
+    router = make_router("a", "b", "c")
+    store(router, "b", PROMPT[:48])
+    decision = router.route([*PROMPT, 1, 2])
+    assert decision.rank == Rank("b")
+    assert (decision.overlap_blocks, decision.cached_tokens, decision.prompt_blocks) == (12, 48, 16)
+
+
+def test_load_outweighs_a_short_prefix():
+    router = make_router("a", "b")
+    store(router, "a", PROMPT[:8])
+    for i in range(3):
+        assert router.route([7 + i] * 64, workers=["a"]).rank == Rank("a")
+    assert router.route(PROMPT).rank == Rank("b")
+
+
+def test_blocks_of_live_requests_are_shared_not_added():
+    router = make_router("a")
+    hashes = router.index.hasher.sequence_hashes(as_tokens(PROMPT))
+    for _ in range(2):
+        router.route(PROMPT)
+        load = router.load.of(hashes, 1)
+        assert (load.active_blocks.tolist(), load.active_depth.tolist()) == ([16], [16])
+
+
+def test_a_routed_prefix_counts_as_cached_until_the_engine_says_so():
+    clock = Clock()
+    router = make_router("a", "b", clock=clock)
+    first = router.route(PROMPT)
+    router.first_token(first.request_id)
+    second = router.route(PROMPT)
+    assert (second.rank, second.overlap_blocks) == (first.rank, 16)
+    clock.now_s += 2.5
+    assert router.route(PROMPT).overlap_blocks == 0
+
+
+def test_a_removal_within_the_speculative_time_is_not_undone():
+    router = make_router("a")
+    router.route(PROMPT[:8])
+    store(router, "a", PROMPT[:8])
+    removed = BlockRemoved(block_hashes=(2,))
+    router.apply(Rank("a"), EventBatch(events=(removed,)))
+    assert router.route(PROMPT[:8]).overlap_blocks == 1
+
+
+def test_without_speculation_a_burst_misses():
+    router = make_router("a", "b", speculative_ttl_s=0.0)
+    assert [router.route(PROMPT).overlap_blocks for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_salt_hides_what_others_cached():
+    router = make_router("a")
+    store(router, "a", PROMPT, namespace=Namespace(salt="x"))
+    assert router.route(PROMPT).overlap_blocks == 0
+    assert router.route(PROMPT, namespace=Namespace(salt="x")).overlap_blocks == 16
+
+
+def test_each_data_parallel_rank_is_chosen_by_itself():
+    router = make_router()
+    router.add_worker("a", dp_size=3)
+    store(router, "a", PROMPT, dp_rank=2)
+    assert router.route(PROMPT).rank == Rank("a", 2)
+
+
+def test_round_robin_takes_turns_whatever_is_cached():
+    router = make_router("a", "b", mode="round_robin")
+    store(router, "b", PROMPT)
+    assert [router.route(PROMPT).rank.worker for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_temperature_spreads_requests():
+    router = make_router("a", "b", temperature=5.0, speculative_ttl_s=0.0)
+    store(router, "a", PROMPT)
+    ranks = {router.route(PROMPT).rank.worker for _ in range(50)}
+    assert ranks == {"a", "b"}
+
+
+def test_weight_0_is_pure_load_balancing():
+    router = make_router("a", "b", overlap_score_weight=0.0)
+    store(router, "a", PROMPT)
+    router.route([9] * 64, workers=["a"])
+    assert router.route(PROMPT).rank == Rank("b")
+
+
+def test_a_request_is_load_until_it_is_finished():
+    router = make_router("a")
+    decision = router.route(PROMPT, request_id="r")
+    assert len(router.load) == 1
+    with pytest.raises(ConfigError, match="'r': this id is in flight already"):
+        router.route(PROMPT, request_id="r")
+    router.finish(decision.request_id)
+    assert len(router.load) == 0
+    with pytest.raises(UnknownRequestError, match="'r': it is not in flight"):
+        router.finish("r")
+
+
+def test_a_request_that_nobody_finishes_expires():
+    clock = Clock()
+    router = make_router("a", clock=clock, request_expiry_s=30.0)
+    router.route(PROMPT)
+    clock.now_s += 31
+    router.route(PROMPT)
+    assert (len(router.load), router.load.num_expired) == (1, 1)
+
+
+def test_nobody_to_route_to_is_said_with_who_is_known():
+    router = make_router("a")
+    with pytest.raises(NoWorkerError, match="known workers: a"):
+        router.route(PROMPT, workers=["b"])
+    assert len(router.load) == 0
+
+
+def test_bad_tokens_lose_nothing():
+    router = make_router("a")
+    with pytest.raises(HashingError):
+        router.route([1, -2])
+    assert len(router.load) == 0
+
+
+def test_a_removed_worker_leaves_nothing_and_may_return():
+    router = make_router("a", "b")
+    store(router, "a", PROMPT)
+    router.route([5] * 64, workers=["a"])
+    router.remove_worker("a")
+    assert (len(router.index), len(router.load)) == (0, 0)
+    assert router.route(PROMPT).rank == Rank("b")
+    router.add_worker("a")
+    assert router.route(PROMPT, workers=["a"]).overlap_blocks == 0
+
+
+def test_events_and_requests_from_two_threads_do_not_collide():
+    router = make_router("a", "b")
+
+    def tell():
+        for i in range(300):
+            store(router, "a", [i % 7 + 1] * 8)
+            router.clear(Rank("a"))
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    for i in range(300):
+        router.finish(router.route([i % 7 + 1] * 8).request_id)
+    teller.join()
+    router.index.check()
+    assert len(router.load) == 0
