@@ -32,16 +32,16 @@ class EventListener:
     """start, follow, unfollow, stop."""
 
     def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._subscriptions: dict[Follower, ZmqSubscription] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = socket.socketpair()
         self._stopping = False
         self._poller = zmq.Poller()
         self._thread = threading.Thread(target=self._run, name="kvplug-events", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Begin to listen; the first of all calls."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wake_read, self._wake_write = socket.socketpair()
         self._thread.start()
 
     def follow(self, follower: Follower, endpoint: str, topic: str = "") -> None:

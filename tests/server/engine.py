@@ -1,0 +1,83 @@
+"""A small OpenAI-compatible engine on a real socket: for what real engines do not do on request
+(die before an answer, answer half, send odd bytes)."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+MODEL = "m"
+
+
+class Engine:
+    """Counts requests and keeps the last one; `behaviour` says what it does with the next.
+
+    ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
+    """
+
+    def __init__(self, models=(MODEL,)):
+        self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
+        self.num_requests, self.last_body, self.last_headers = 0, b"", {}
+        self.num_cancelled = 0
+
+    async def health(self, request):
+        return web.Response()
+
+    async def list_models(self, request):
+        cards = [{"id": name, "object": "model", "root": ""} for name in self.models]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def generate(self, request):
+        self.num_requests += 1
+        self.last_body, self.last_headers = await request.read(), dict(request.headers)
+        if self.behaviour == "die":
+            request.transport.close()
+        if self.behaviour in ("die", "silent"):
+            await self._wait_for_the_end()
+        if json.loads(self.last_body).get("stream"):
+            return await self._stream(request)
+        if self.behaviour == "refuse":
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        return web.json_response({"choices": [{"text": "hi"}]}, headers={"x-engine": "1"})
+
+    async def _stream(self, request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices": []}\n\n')
+        if self.behaviour == "half":
+            request.transport.close()
+        if self.behaviour == "gated":
+            await self.gate.wait()
+        if self.behaviour == "slow":
+            await self._wait_for_the_end()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _wait_for_the_end(self):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+@asynccontextmanager
+async def served(engine, port=0):
+    """The engine on a free port; yields its URL."""
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/health", engine.health),
+            web.get("/v1/models", engine.list_models),
+            web.post("/v1/completions", engine.generate),
+            web.post("/v1/chat/completions", engine.generate),
+        ]
+    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

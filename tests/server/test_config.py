@@ -1,0 +1,77 @@
+import pytest
+
+from kvplug.errors import ConfigError
+from kvplug.server.cli import parse
+from kvplug.server.config import ServerConfig, WorkerSpec
+
+WORKER = "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
+
+
+def test_a_worker_is_read_with_its_settings():
+    assert WorkerSpec.parse(f"{WORKER},topic=kv@") == WorkerSpec(
+        url="http://127.0.0.1:8100", events="tcp://127.0.0.1:5557", topic="kv@"
+    )
+    assert WorkerSpec.parse("https://host/base/").url == "https://host/base"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "localhost:8100",
+        "ftp://host",
+        "http://",
+        "http://host:99999",
+        "http://host,tcp://127.0.0.1:5557",
+        "http://host,event=tcp://127.0.0.1:5557",
+        "http://host,events=5557",
+        "http://host,events=tcp://a:1,events=tcp://b:2",
+    ],
+)
+def test_a_malformed_worker_is_refused_with_the_form(text):
+    with pytest.raises(ConfigError, match="expected URL") as refused:
+        WorkerSpec.parse(text)
+    assert f"worker {text!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"workers": ()}, "name at least one with --worker"),
+        ({"workers": (WorkerSpec(url="http://a"),) * 2}, "'http://a' is named twice"),
+        ({"port": 70_000}, "port must be in"),
+        ({"max_body_bytes": 0}, "max_body_bytes must be above 0"),
+        ({"health_interval_s": -1}, "health_interval_s must be above 0"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ServerConfig(**{"workers": (WorkerSpec(url="http://a"),), **settings})
+
+
+def test_the_command_line_becomes_the_configuration():
+    config, log_level = parse(
+        ["--worker", WORKER, "--router-mode", "round_robin", "--block-size", "32", "--port", "0"]
+    )
+    assert (config.router.mode, config.router.block_size, config.port) == ("round_robin", 32, 0)
+    assert (config.host, log_level) == ("127.0.0.1", "info")
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--wat"], "unrecognized arguments: --wat"),
+        ([], "no workers: name at least one"),
+        (["--worker", "nonsense"], "is no http URL"),
+        (["--worker", WORKER, "--block-size", "0"], "block_size must be in"),
+        (["--worker", WORKER, "--block-size", "x"], "invalid int value"),
+        (["--worker", WORKER, "--mode", "magic"], "invalid choice: 'magic'"),
+        (["--worker", WORKER, "--tokenizer", "/nowhere"], "expected a folder"),
+        (["--worker", WORKER, "--block", "16"], "unrecognized arguments"),
+    ],
+)
+def test_bad_arguments_end_with_code_2_and_one_sentence(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(argv)
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""The standalone router on real sockets, in front of engines that misbehave on request."""
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from kvplug.errors import TransportError
+from kvplug.router.config import RouterConfig
+from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.service import RouterService
+from tests.server.engine import Engine, served
+from tests.waiting import until
+
+COMPLETION = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
+
+
+@asynccontextmanager
+async def routing(*engines, **settings):
+    """A router before these engines: (service, client)."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(engine)) for engine in engines]
+        config = ServerConfig(
+            workers=tuple(WorkerSpec(url=url) for url in urls or ["http://127.0.0.1:9"]),
+            port=0,
+            router=RouterConfig(block_size=4, mode=settings.pop("mode", "kv")),
+            health_interval_s=0.05,
+            grace_s=0.2,
+            **settings,
+        )
+        service = await stack.enter_async_context(RouterService(config))
+        client = await stack.enter_async_context(aiohttp.ClientSession(service.url))
+        yield service, client
+
+
+async def post_error(client, body):
+    """(status, code, message) of the answer to a completion that fails."""
+    how = {"data": body} if isinstance(body, bytes) else {"json": body}
+    async with client.post("/v1/completions", **how) as response:
+        return await error_of(response)
+
+
+async def error_of(response):
+    body = await response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return response.status, body["error"]["code"], body["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[1]", b'"text"', b"\xff", b"[" * 10_000])
+async def test_a_body_that_is_no_json_object_is_400(body):
+    async with routing(Engine()) as (_, client):
+        status, code, message = await post_error(client, body)
+        assert (status, code) == (400, "invalid_json")
+        assert message.startswith("the body must be a JSON object")
+
+
+async def test_an_unknown_model_is_404_and_says_what_is_served():
+    async with routing(Engine()) as (_, client):
+        error = await post_error(client, {**COMPLETION, "model": "x"})
+        assert error == (404, "model_not_found", "the model 'x' does not exist; served are: m")
+
+
+async def test_a_model_must_be_named_unless_there_is_one():
+    async with routing(Engine(), Engine(models=["n"])) as (_, client):
+        assert (await post_error(client, {"prompt": [1]}))[:2] == (400, "model_required")
+    engine = Engine()
+    async with routing(engine) as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": [1]})
+        assert response.status == 200
+    assert json.loads(engine.last_body) == {"prompt": [1]}
+
+
+async def test_a_body_that_is_too_large_is_413():
+    engine = Engine()
+    async with routing(engine, max_body_bytes=1000) as (_, client):
+        assert (await post_error(client, b" " * 2000))[:2] == (413, "body_too_large")
+    assert engine.num_requests == 0
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/nope"), ("GET", "/v1/completions")])
+async def test_other_routes_and_methods_are_refused_in_the_same_form(method, path):
+    async with routing(Engine()) as (_, client):
+        async with client.request(method, path) as response:
+            status, _, message = await error_of(response)
+        assert status in (404, 405)
+        assert path in message
+
+
+async def test_no_worker_at_all_is_503_and_health_says_why():
+    async with routing() as (_, client):
+        assert (await post_error(client, COMPLETION))[:2] == (503, "no_worker")
+        async with client.get("/health") as response:
+            assert response.status == 503
+            [worker] = (await response.json())["workers"]
+        assert worker["state"] == "down"
+        assert "Cannot connect" in worker["reason"]
+
+
+async def test_the_answer_and_the_body_pass_unchanged():
+    engine = Engine()
+    raw = b'{ "model": "m",  "prompt": [1, 2],"odd": 1.0}'
+    async with routing(engine) as (_, client):
+        headers = {"Authorization": "Bearer k", "Content-Type": "application/json"}
+        async with client.post("/v1/completions", data=raw, headers=headers) as response:
+            assert await response.json() == {"choices": [{"text": "hi"}]}
+            assert response.headers["x-engine"] == "1"
+    assert engine.last_body == raw
+    assert engine.last_headers["Authorization"] == "Bearer k"
+
+
+async def test_a_refusal_of_the_engine_passes_and_keeps_it_up():
+    engine = Engine()
+    engine.behaviour = "refuse"
+    async with routing(engine) as (service, client):
+        async with client.post("/v1/completions", json=COMPLETION) as response:
+            assert (response.status, await response.json()) == (
+                400,
+                {"error": {"message": "too long"}},
+            )
+        assert all(w.is_up for w in service.fleet.workers.values())
+        assert len(service.router.load) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_dies_before_its_answer_is_replaced(stream):
+    dying, sound = Engine(), Engine()
+    dying.behaviour = "die"
+    async with routing(dying, sound, mode="round_robin") as (service, client):
+        for _ in range(2):
+            body = {**COMPLETION, "stream": stream}
+            async with client.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+                await response.read()
+        assert sound.num_requests == 2
+        assert sum(counts.num_lost for counts in service.proxy.counts.values()) >= 1
+        assert len(service.router.load) == 0
+
+
+async def test_an_answer_that_breaks_off_ends_with_an_error():
+    engine = Engine()
+    engine.behaviour = "half"
+    async with routing(engine) as (service, client):
+        body = {**COMPLETION, "stream": True}
+        async with client.post("/v1/completions", json=body) as response:
+            lines = (await response.read()).decode().strip().splitlines()
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
+        assert len(service.router.load) == 0
+
+
+async def test_a_silent_worker_is_504_and_not_asked_twice():
+    engine = Engine()
+    engine.behaviour = "silent"
+    async with routing(engine, Engine(models=["n"]), request_timeout_s=0.2) as (_, client):
+        assert (await post_error(client, COMPLETION))[:2] == (504, "timeout")
+    assert engine.num_requests == 1
+
+
+async def test_a_client_that_leaves_stops_the_work_on_the_engine():
+    engine = Engine()
+    engine.behaviour = "slow"
+    async with routing(engine) as (service, client):
+        body = {**COMPLETION, "stream": True}
+        async with client.post("/v1/completions", json=body) as response:
+            await response.content.readline()
+            assert len(service.router.load) == 1
+            response.close()
+        await until(lambda: engine.num_cancelled == 1, "the engine's request is cancelled")
+        await until(lambda: len(service.router.load) == 0, "its load is gone")
+        assert all(worker.is_up for worker in service.fleet.workers.values())
+
+
+async def test_a_worker_that_comes_back_is_used_again():
+    engine = Engine()
+    async with routing(engine) as (service, client):
+        [worker] = service.fleet.workers.values()
+        service.fleet.mark_down(worker.url, "a test says so")
+        await until(lambda: worker.is_up, "the next look finds it up")
+        async with client.post("/v1/completions", json=COMPLETION) as response:
+            assert response.status == 200
+
+
+async def test_models_of_all_workers_are_listed_and_kept_apart():
+    first, second = Engine(models=["m"]), Engine(models=["m", "n"])
+    async with routing(first, second) as (_, client):
+        async with client.get("/v1/models") as response:
+            assert [card["id"] for card in (await response.json())["data"]] == ["m", "n"]
+        for _ in range(3):
+            async with client.post("/v1/completions", json={**COMPLETION, "model": "n"}) as answer:
+                assert answer.status == 200
+    assert (first.num_requests, second.num_requests) == (0, 3)
+
+
+async def test_text_without_a_tokenizer_is_routed_by_load_and_counted(caplog):
+    async with routing(Engine()) as (_, client):
+        for _ in range(2):
+            body = {"model": "m", "prompt": "some text"}
+            async with client.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+        async with client.get("/metrics") as response:
+            text = await response.text()
+    assert 'kvplug_requests_untokenized_total{model="m"} 2.0' in text
+    assert caplog.text.count("without prefix knowledge") == 1
+    assert "--tokenizer" in caplog.text
+
+
+async def test_metrics_count_requests_by_worker():
+    async with routing(Engine(), Engine(), mode="round_robin") as (service, client):
+        for _ in range(4):
+            async with client.post("/v1/completions", json=COMPLETION) as response:
+                assert response.status == 200
+        async with client.get("/metrics") as response:
+            text = await response.text()
+        for url in service.fleet.workers:
+            assert f'kvplug_requests_total{{worker="{url}"}} 2.0' in text
+            assert f'kvplug_worker_up{{worker="{url}"}} 1.0' in text
+
+
+async def test_a_taken_port_is_a_clear_error():
+    async with routing(Engine()) as (service, _):
+        port = int(service.url.rpartition(":")[2])
+        spec = WorkerSpec(url="http://127.0.0.1:9")
+        with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with RouterService(ServerConfig(workers=(spec,), port=port)):
+                pass
+
+
+async def test_requests_in_flight_may_end_when_the_router_stops():
+    engine = Engine()
+    engine.behaviour = "gated"
+    async with AsyncExitStack() as stack:
+        spec = WorkerSpec(url=await stack.enter_async_context(served(engine)))
+        service = RouterService(ServerConfig(workers=(spec,), port=0, grace_s=20.0))
+        await service.__aenter__()
+        url = service.url
+        client = await stack.enter_async_context(aiohttp.ClientSession(service.url))
+        response = await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+        await response.content.readline()
+        stopping = asyncio.create_task(service.__aexit__(None, None, None))
+        await until(lambda: not accepts(url), "no more connections are taken")
+        engine.gate.set()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await stopping
+
+
+def accepts(url):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
