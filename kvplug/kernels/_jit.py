@@ -56,6 +56,8 @@ def kernel(signature: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def compile_(function: Callable[P, R]) -> Callable[P, R]:
+        if numba.config.DISABLE_JIT:
+            return np.errstate(over="ignore")(function)  # u64 wraps on purpose
         try:
             return cast("Callable[P, R]", numba.njit(signature, cache=True)(function))
         except (RuntimeError, OSError):

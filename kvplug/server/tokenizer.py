@@ -22,7 +22,8 @@ from tokenizers.models import BPE
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
-from kvplug.server.chat_template import ChatTemplates, Json, flag, refusal
+from kvplug.server.chat_messages import Json, flag, refusal
+from kvplug.server.chat_template import ChatTemplates
 
 _U32_MAX = 2**32 - 1
 # transformers 5 builds these anew, from the vocabulary alone, for models of type "llama".

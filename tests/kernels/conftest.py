@@ -1,13 +1,6 @@
-"""Kernels wrap u64 on purpose; without JIT NumPy would warn about it."""
+"""Every test here is about kernels: `pytest -m kernel` runs them alone."""
 
-import numpy as np
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def wrapping_u64():
-    with np.errstate(over="ignore"):
-        yield
 
 
 def pytest_collection_modifyitems(items):
