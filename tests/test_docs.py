@@ -1,0 +1,64 @@
+"""The documentation says what is true: its code runs, its flags exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvplug.router.config import RouterConfig
+from kvplug.server.cli import parse
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_in_the_readme_runs(code):
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_router_command_in_the_readme_is_understood():
+    [command] = [
+        line
+        for block in blocks("bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if "kvplug.router" in line
+    ]
+    config, _ = parse(shlex.split(command)[3:])
+    assert [worker.events for worker in config.workers] == [
+        "tcp://127.0.0.1:5557",
+        "tcp://127.0.0.1:5558",
+    ]
+
+
+def test_every_flag_is_documented_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    documented = set(re.findall(r"`(--[a-z][a-z-]+)", SETTINGS))
+    assert flags - documented == {"--help", "--version"}
+    assert documented <= flags
+
+
+@pytest.mark.parametrize("field", RouterConfig.__dataclass_fields__.values(), ids=lambda f: f.name)
+def test_every_field_of_the_config_is_documented_with_its_default(field):
+    default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+    assert f"| `{field.name}` | {default} |" in SETTINGS
+
+
+def test_links_between_the_pages_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_paths_named_in_the_documentation_exist():
+    for page in (ROOT / "docs").glob("*.md"):
+        for path in re.findall(r"\b(?:tests|kvplug)/[\w/]+\.py", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
