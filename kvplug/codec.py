@@ -91,7 +91,7 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
             wire = _parse(item) if isinstance(item, Raw) else item
             read.append(wire.event())
         except _SkipError as skip:
-            skipped[skip.reason] += 1
+            skipped[skip.reason.value] += 1
             continue
         if wire.medium is not None and wire.medium.upper() not in _TIERS:
             unknown_media[wire.medium] = None

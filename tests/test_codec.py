@@ -121,7 +121,7 @@ def test_arrays_may_be_shorter_or_longer_than_known():
         == only(REMOVED)
     )
     assert only(["AllBlocksCleared"]) == only({"type": "AllCacheCleared"}) == AllBlocksCleared()
-    assert why_skipped(whole[:4]) is Reason.MISSING_FIELD
+    assert why_skipped(whole[:4]) == Reason.MISSING_FIELD
 
 
 def test_unknown_fields_are_ignored():
@@ -312,7 +312,7 @@ def test_a_bare_image_identifier_is_told_from_a_salt_by_the_dialect():
     ],
 )
 def test_one_bad_event_is_skipped_and_named(wire_event, reason):
-    assert why_skipped(wire_event) is reason
+    assert why_skipped(wire_event) == reason
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_one_bad_event_is_skipped_and_named(wire_event, reason):
 def test_partial_attention_is_no_error_of_the_worker(kind, window, reason):
     """Nor is it read any further: such events need not line up (vLLM: 2 hashes, 288 tokens)."""
     group = {"kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
-    assert why_skipped(STORED | group | {"block_hashes": [1]}) is reason
+    assert why_skipped(STORED | group | {"block_hashes": [1]}) == reason
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention", None])
@@ -478,7 +478,7 @@ def nearly(valid):
 
 
 wire_hashes = st.integers(-(2**63), 2**64 - 1) | st.binary(min_size=16, max_size=16)
-wire_keys = nearly(st.text(max_size=2) | st.tuples(names, st.integers()).map(list))
+wire_keys = nearly(st.text(max_size=2) | st.tuples(names, st.integers(-9, 9)).map(list))
 wire_stored = st.fixed_dictionaries(
     {
         "type": st.just("BlockStored"),

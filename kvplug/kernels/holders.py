@@ -142,6 +142,35 @@ def _move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index
         header[NUM_LIVE] -= 1
 
 
+@inlined
+def _change(
+    adds: bool,
+    holder: Index,
+    rows: U64,
+    set_of_row: U32,
+    bits: U64,
+    meta: U64,
+    intern: U32,
+    header: I64,
+    out_changed: Flags,
+) -> Index:
+    num_changed = 0
+    last_old: Index = np.int64(-1)
+    last_new: Index = np.int64(0)
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        old = np.int64(set_of_row[row])
+        out_changed[i] = _contains(bits, header[WORDS], old, holder) != adds
+        if out_changed[i]:
+            # A run of blocks mostly has one set before and one after: toggle once for all.
+            if old != last_old:
+                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
+            set_of_row[row] = last_new
+            _move(bits, meta, intern, header, old, last_new)
+            num_changed += 1
+    return num_changed
+
+
 @kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
 def add_holder(
     holder: Index,
@@ -157,21 +186,7 @@ def add_holder(
 
     out_changed[i] = 0 if rows[i] had it before.
     """
-    num_changed = 0
-    last_old: Index = np.int64(-1)
-    last_new: Index = np.int64(0)
-    for i in range(len(rows)):
-        row = np.int64(rows[i])
-        old = np.int64(set_of_row[row])
-        out_changed[i] = not _contains(bits, header[WORDS], old, holder)
-        if out_changed[i]:
-            # A run of blocks mostly has one set before and one after: toggle once for all.
-            if old != last_old:
-                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
-            set_of_row[row] = last_new
-            _move(bits, meta, intern, header, old, last_new)
-            num_changed += 1
-    return num_changed
+    return _change(True, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
 
 
 @kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
@@ -189,20 +204,7 @@ def drop_holder(
 
     out_changed[i] = 0 if rows[i] did not have it.
     """
-    num_changed = 0
-    last_old: Index = np.int64(-1)
-    last_new: Index = np.int64(0)
-    for i in range(len(rows)):
-        row = np.int64(rows[i])
-        old = np.int64(set_of_row[row])
-        out_changed[i] = _contains(bits, header[WORDS], old, holder)
-        if out_changed[i]:
-            if old != last_old:
-                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
-            set_of_row[row] = last_new
-            _move(bits, meta, intern, header, old, last_new)
-            num_changed += 1
-    return num_changed
+    return _change(False, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
 
 
 @kernel(i8(i8, reads(u4), reads(u8), i8, writes(u8)))

@@ -1,0 +1,50 @@
+"""How kernels are compiled: read-only inputs, wrong dtypes, and no place for a cache."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvplug.kernels import table
+from kvplug.kernels._jit import fold_multiply
+
+COMPILED = not os.environ.get("NUMBA_DISABLE_JIT")
+
+
+def test_read_only_inputs_are_taken():
+    slots, keys = np.zeros(32, dtype=np.uint64), np.frombuffer(b"\1" * 16, dtype=np.uint64)
+    out = np.empty(2, dtype=np.uint64)
+    table.find_many(slots, keys, out)
+    assert out.tolist() == [0, 0]
+
+
+@pytest.mark.skipif(not COMPILED, reason="plain Python takes any array")
+def test_a_wrong_dtype_is_refused():
+    slots, out = np.zeros(32, dtype=np.uint64), np.empty(1, dtype=np.uint64)
+    with pytest.raises(TypeError):
+        table.find_many(slots, np.zeros(1, dtype=np.int64), out)
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is cached")
+def test_without_a_cache_directory_kernels_compile_in_memory():
+    # What Numba sees in a read-only container without a home: no place that it may write to.
+    program = (
+        "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = [];"
+        "import numpy as np; from kvplug.kernels import matching as m; e = np.zeros(1, np.int64);"
+        "print(m.segments(np.ones(1, np.uint64), np.zeros(2, np.uint32), e, e.copy()))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stdout.strip()) == (0, "1"), run.stderr
+
+
+@pytest.mark.skipif(not COMPILED, reason="there is only the twin")
+def test_the_wide_multiplication_equals_its_twin():
+    import numba
+
+    compiled = numba.njit(lambda a, b: fold_multiply(a, b))
+    for a, b in [(0, 0), (2**64 - 1, 2**64 - 1), (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F)]:
+        product = a * b
+        expected = (product ^ (product >> 64)) & (2**64 - 1)
+        assert int(compiled(np.uint64(a), np.uint64(b))) == expected
