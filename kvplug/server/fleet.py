@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
+import msgspec
 
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
@@ -139,16 +139,23 @@ class Fleet:
             )
         worker.down_because = reason
 
-    async def _get(self, worker: Worker, path: str) -> Any:  # noqa: ANN401 - JSON of an engine
+    async def _get(self, worker: Worker, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
         async with self._session.get(worker.url + path, timeout=timeout) as response:
             response.raise_for_status()
-            # vLLM's /health has an empty body.
-            return await response.json() if response.content_length else None
+            return await response.read()
 
 
-def _model_roots(answer: Any) -> dict[str, str]:  # noqa: ANN401 - JSON of an engine
-    try:
-        return {card["id"]: card.get("root") or "" for card in answer["data"]}
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"/v1/models answered without a list of models ({error})") from error
+def _model_roots(answer: bytes) -> dict[str, str]:
+    """From OpenAI's list of models, with vLLM's `root`; msgspec.DecodeError is a ValueError."""
+    cards = msgspec.json.decode(answer, type=_ModelList).data
+    return {card.id: card.root or "" for card in cards}
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+    root: str | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -37,35 +38,16 @@ class RouterService:
         self.router = Router(config.router)
 
     async def __aenter__(self) -> Self:
-        config = self.config
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=config.connect_timeout_s,
-                sock_read=config.request_timeout_s,
-            ),
-        )
-        self.fleet = Fleet(config, self.router, self._session)
-        self.proxy = Proxy(self.router, self.fleet, self._session)
-        prompts = Prompts(config.tokenizer)
-        metrics = Metrics(self.router, self.fleet, self.proxy, prompts)
-        api = Api(config, self.fleet, self.proxy, prompts, metrics)
-        # A client that leaves cancels its handler, and with it the work on the engine.
-        self._runner = web.AppRunner(
-            api.application,
-            handler_cancellation=True,
-            shutdown_timeout=config.grace_s,
-            access_log=None,
-        )
-        try:
+        async with AsyncExitStack() as started:
+            session = await started.enter_async_context(_session(self.config))
+            self.fleet = Fleet(self.config, self.router, session)
+            self.proxy = Proxy(self.router, self.fleet, session)
+            started.push_async_callback(self.fleet.stop)
+            await self.fleet.start()
+            self._runner = self._make_runner()
+            started.push_async_callback(self._runner.cleanup)
             await self._listen()
-        except BaseException:
-            await self._runner.cleanup()
-            await self._session.close()
-            raise
-        await self.fleet.start()
+            self._started = started.pop_all()
         return self
 
     async def __aexit__(
@@ -74,15 +56,25 @@ class RouterService:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._runner.cleanup()
-        await self.fleet.stop()
-        await self._session.close()
+        await self._started.aclose()
 
     @property
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
         host, port = self._runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _make_runner(self) -> web.AppRunner:
+        prompts = Prompts(self.config.tokenizer)
+        metrics = Metrics(self.router, self.fleet, self.proxy, prompts)
+        api = Api(self.config, self.fleet, self.proxy, prompts, metrics)
+        # A client that leaves cancels its handler, and with it the work on the engine.
+        return web.AppRunner(
+            api.application,
+            handler_cancellation=True,
+            shutdown_timeout=self.config.grace_s,
+            access_log=None,
+        )
 
     async def _listen(self) -> None:
         await self._runner.setup()
@@ -92,6 +84,17 @@ class RouterService:
         except OSError as error:
             address = f"{self.config.host}:{self.config.port}"
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+def _session(config: ServerConfig) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
+    )
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=timeout,
+    )
 
 
 async def serve(config: ServerConfig) -> None:

@@ -228,6 +228,22 @@ async def test_a_taken_port_is_a_clear_error():
                 pass
 
 
+async def test_an_event_endpoint_that_is_none_is_a_clear_error_and_leaves_nothing_open():
+    spec = WorkerSpec(url="http://127.0.0.1:9", events="carrier://pigeon")
+    with pytest.raises(TransportError, match="cannot subscribe to events at 'carrier://pigeon'"):
+        async with RouterService(ServerConfig(workers=(spec,), port=0)):
+            pass
+
+
+async def test_a_worker_that_lists_no_models_is_down_with_the_reason():
+    engine = Engine()
+    engine.models = [None]
+    async with routing(engine) as (_, client), client.get("/health") as response:
+        [worker] = (await response.json())["workers"]
+    assert worker["state"] == "down"
+    assert "Expected `str`" in worker["reason"]
+
+
 async def test_requests_in_flight_may_end_when_the_router_stops():
     engine = Engine()
     engine.behaviour = "gated"
