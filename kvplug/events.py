@@ -18,6 +18,9 @@ from typing import NewType
 
 import msgspec
 
+MAX_BLOCK_SIZE = 2**16
+"""Tokens per block; what is larger is taken for a mistake."""
+
 EngineHash = NewType("EngineHash", int)
 """The engine's id of a block, 0 <= id < 2**64. Signed and byte forms are folded to this."""
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvplug.errors import ConfigError, HashingError
-from kvplug.events import Namespace, SequenceHash
+from kvplug.events import MAX_BLOCK_SIZE, Namespace, SequenceHash
 from kvplug.kernels import hashing as kernels
 
 Tokens = npt.NDArray[np.uint32]
@@ -33,7 +33,6 @@ TokensLike = Tokens | Sequence[int]
 BASE_SEED = 1337
 _U64 = 2**64
 _NO_PARENT = np.uint64(0)
-MAX_BLOCK_SIZE = 2**16
 
 
 def as_tokens(token_ids: TokensLike) -> Tokens:

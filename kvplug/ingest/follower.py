@@ -99,8 +99,9 @@ class Follower:
         self._ranks.add(rank)
         for reason, count in batch.skipped.items():
             self._skip(reason, count)
+            self._mark_incomplete(f"events could not be used: {reason}")
         for medium in batch.unknown_media:
-            self._skip(f"unknown_medium:{medium}", 1)
+            self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
         self._count(self._router.apply(rank, self._of_full_attention(batch)))
 
     def _of_full_attention(self, batch: EventBatch) -> EventBatch:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvplug.errors import ConfigError
-from kvplug.hashing import MAX_BLOCK_SIZE
+from kvplug.events import MAX_BLOCK_SIZE
 
 Mode = Literal["kv", "round_robin"]
 
