@@ -17,7 +17,7 @@ from examples.demo.errors import DemoError
 from examples.demo.stop_signals import StopSignals
 
 ENGINES = ("vllm",)
-NUM_REQUESTS = 240
+NUM_REQUESTS = 320
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -73,12 +73,13 @@ def measure(
     console: Console,
 ) -> PolicyResult:
     """The requests under one policy, from empty caches, through a router of its own."""
-    for engine in engines:
-        engine.empty_cache()
     flags = POLICIES[policy]
     router = RouterProcess(policy, engines, model_dir=model_dir, log_dir=log_dir, extra_flags=flags)
     with router:
         router.wait_ready()
+        # After the router has joined: it hears that all is cleared, and knows the rest from there.
+        for engine in engines:
+            engine.empty_cache()
         _send(WARM_UP, router.url, on_outcome=lambda: None)
         with progress_bar(console, policy, len(requests)) as advance:
             started = time.perf_counter()

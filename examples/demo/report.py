@@ -13,15 +13,7 @@ from rich.table import Table
 
 from examples.demo.client import Completed, Failed, Outcome
 
-COLUMNS = (
-    "policy",
-    "requests",
-    "errors",
-    "cached tokens",
-    "TTFT p50",
-    "TTFT p90",
-    "requests/s",
-)
+COLUMNS = ("policy", "requests", "errors", "cached", "TTFT p50", "TTFT p90", "requests/s")
 
 
 @dataclass(frozen=True, slots=True)

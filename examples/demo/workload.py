@@ -39,6 +39,10 @@ QUESTIONS = (
     "What is left to the implementation?",
     "Which keyword matters most?",
     "What should be read next?",
+    "Which operations are compared?",
+    "What happens in the simplest case?",
+    "Is anything here deprecated?",
+    "Which objects take part?",
 )
 
 ChatRequest = Mapping[str, Any]

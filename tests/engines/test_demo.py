@@ -72,7 +72,9 @@ async def test_kv_finds_more_in_the_caches_than_round_robin(make_demo):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_ends_everything_that_the_demo_started(make_demo, number, code):
     demo = make_demo()
-    await until(lambda: any("vllm" in c for c in demo.processes()), "engines run", timeout_s=60)
+    await until(
+        lambda: any("vllm.entrypoints" in c for c in demo.processes()), "engines run", timeout_s=60
+    )
     demo.process.send_signal(number)
     _, err = demo.process.communicate(timeout=60)
     assert demo.process.returncode == code
