@@ -67,13 +67,17 @@ def demo(num_requests: int, stop_signals: StopSignals) -> int:
     from examples.demo import comparison
 
     log_dir = Path(tempfile.mkdtemp(prefix="kvplug-demo-"))
-    with ExitStack() as cleanup:
-        try:
-            all_answered = comparison.run(
-                num_requests, log_dir=log_dir, console=Console(), cleanup=cleanup
-            )
-        finally:
-            stop_signals.ignore()
+    try:
+        with ExitStack() as cleanup:
+            try:
+                all_answered = comparison.run(
+                    num_requests, log_dir=log_dir, console=Console(), cleanup=cleanup
+                )
+            finally:
+                stop_signals.ignore()
+    except KeyboardInterrupt:
+        shutil.rmtree(log_dir)
+        raise
     if not all_answered:
         raise DemoError(f"not every request was answered; the logs are in {log_dir}")
     shutil.rmtree(log_dir)
