@@ -46,8 +46,10 @@ def test_a_stamped_environment_is_taken_as_it_is(cache):
 
 
 def test_a_model_that_is_there_is_taken_as_it_is(cache):
-    script = engine_env.TINY_MODEL_SCRIPT.read_bytes()
-    folder = cache / "models" / f"tiny-llama-{hashlib.sha256(script).hexdigest()[:12]}"
+    scripts = engine_env.TINY_MODEL_SCRIPT.read_bytes() + (
+        engine_env.TINY_TOKENIZER_SCRIPT.read_bytes()
+    )
+    folder = cache / "models" / f"tiny-llama-{hashlib.sha256(scripts).hexdigest()[:12]}"
     folder.mkdir(parents=True)
     assert engine_env.ensure_tiny_model(cache / "no-python") == folder
 
