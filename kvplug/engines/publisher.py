@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,10 +105,9 @@ class Publisher:
         if self._stopping:
             return
         self._stopping = True
-        deadline = time.monotonic() + STOP_LIMIT_S
         self._queue.put(_END)
         self._sender.join(STOP_LIMIT_S)
-        replay_ended = self._replay is None or self._replay.stop(deadline - time.monotonic())
+        replay_ended = self._replay is None or self._replay.stop(STOP_LIMIT_S)
         # A thread that still sends keeps its socket, and the context would wait for it.
         if replay_ended and not self._sender.is_alive():
             self._context.term()
