@@ -54,6 +54,10 @@ test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted
 test: test-fast test-kernels test-engines  ## everything, real engines included
 	@echo 'make test ran: test-fast (no engine), test-kernels (numba matrix), test-engines (real vLLM)'
 
+.PHONY: bench-engine
+bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes
+	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
+
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

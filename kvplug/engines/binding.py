@@ -16,7 +16,7 @@ import zmq
 from kvplug.errors import ConfigError
 
 _FIRST_PAUSE_S: Final = 1.0
-_LONGEST_PAUSE_S: Final = 30.0
+_LONGEST_PAUSE_S: Final = 8.0
 # What may pass: another process holds the port, an interface is not up yet.
 _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENODEV})
 

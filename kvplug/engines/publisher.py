@@ -77,7 +77,7 @@ class Publisher:
         self._topic = config.topic.encode()
         self._encode, self._logger = encode, logger
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
-        self._history = History(maxlen=config.buffer_steps)
+        self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
         self._stopping = self._drops_are_named = False
         self._open(endpoint, replay_endpoint, config.hwm)
 

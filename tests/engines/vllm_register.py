@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pydantic
+from vllm.config import VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -53,6 +54,7 @@ def main():
     assert refused("kvplgu")
     assert KVEventsConfig(enable_kv_cache_events=True).publisher == "zmq"
     assert KVEventsConfig().publisher == "null"
+    assert VllmConfig(kv_events_config=KVEventsConfig(publisher="kvplug")).kv_events_config
 
     child = os.fork()
     if child == 0:
