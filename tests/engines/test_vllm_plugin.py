@@ -43,13 +43,14 @@ def apart(engine, follows, rank=0):
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_vllm_serve_publishes_what_it_caches(serve, start_method):
     replay = "tcp://127.0.0.1:0"
-    env = {"VLLM_WORKER_MULTIPROCESSING_METHOD": start_method}
+    env = {"VLLM_WORKER_MULTIPROC_METHOD": start_method}
     with serve(env=env, events={"replay_endpoint": replay}) as engine, following(engine) as follows:
         workload(engine, random.Random(7))
         follows.settle(engine)
         oracle, [follower] = engine.ask_oracle(), follows.followers
         assert oracle["publisher"] == "KvplugEventPublisher"
         assert not oracle["numba_is_loaded"]
+        assert oracle["is_fork"] == (start_method == "fork")
         assert apart(engine, follows) == (0, 0)
         assert len(oracle["blocks"]) > 20
         assert oracle["num_events"]["BlockRemoved"] > 100

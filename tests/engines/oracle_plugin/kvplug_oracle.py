@@ -17,8 +17,9 @@ def register():
     """Let each scheduler that vLLM makes in this process, or in a fork of it, answer questions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if getattr(Scheduler.__init__, "has_oracle", False):
+    if hasattr(Scheduler, "oracle_pid"):
         return
+    Scheduler.oracle_pid = os.getpid()
     original = Scheduler.__init__
 
     @functools.wraps(original)
@@ -26,7 +27,6 @@ def register():
         original(self, *args, **kwargs)
         Oracle(self).start()
 
-    init_with_oracle.has_oracle = True
     Scheduler.__init__ = init_with_oracle
 
 
@@ -34,6 +34,7 @@ class Oracle:
     """Counts what the scheduler publishes, and reads its pool when asked."""
 
     def __init__(self, scheduler):
+        self._is_fork = scheduler.oracle_pid != os.getpid()
         self._pool = scheduler.kv_cache_manager.block_pool
         self._rank = scheduler.parallel_config.data_parallel_index
         self._publisher = scheduler.kv_event_publisher
@@ -65,7 +66,7 @@ class Oracle:
     def _answer(self):
         return {
             "rank": self._rank,
-            "pid": os.getpid(),
+            "is_fork": self._is_fork,
             "publisher": type(self._publisher).__name__,
             "blocks": self._blocks(),
             "num_batches": self._num_batches,
