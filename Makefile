@@ -57,6 +57,7 @@ test: test-fast test-kernels test-engines  ## everything, real engines included
 .PHONY: bench-engine
 bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
+	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays
