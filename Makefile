@@ -63,6 +63,11 @@ test: $(READY)  ## everything, real engines included
 	@echo 'make test 3/3: real vLLM in process and served, and the demo (the first run installs vLLM, 3.4 GB)'
 	@$(MAKE) --no-print-directory test-engines
 
+.PHONY: bench-engine
+bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes
+	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
+	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
+
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

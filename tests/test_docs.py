@@ -1,17 +1,20 @@
 """The documentation says what is true: its code runs, its flags exist."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from kvplug.engines.publisher import PublisherConfig
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+ENGINES = (ROOT / "docs" / "engines.md").read_text()
 
 
 def blocks(language):
@@ -50,6 +53,22 @@ def test_every_flag_is_documented_with_its_default(capsys):
 def test_every_field_of_the_config_is_documented_with_its_default(field):
     default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
     assert f"| `{field.name}` | {default} |" in SETTINGS
+
+
+def test_the_events_config_of_the_vllm_plugin_is_documented_field_by_field():
+    documented = re.findall(r"^\| `([a-z_]+)` \| (\S+) \|", ENGINES, re.MULTILINE)
+    fields = PublisherConfig.__dataclass_fields__.values()
+    assert [name for name, _ in documented] == [field.name for field in fields]
+    defaults = dict(documented)
+    for name in ("buffer_steps", "hwm", "max_queue_size"):
+        assert defaults[name] == str(PublisherConfig.__dataclass_fields__[name].default)
+
+
+def test_the_events_config_in_the_documentation_is_understood():
+    [flag] = re.findall(r"--kv-events-config '(\{.*?\})'", ENGINES, re.DOTALL)
+    config = json.loads(flag)
+    assert (config.pop("publisher"), config.pop("enable_kv_cache_events")) == ("kvplug", True)
+    assert PublisherConfig(**config).of_rank(1) == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
 
 
 def test_links_between_the_pages_lead_somewhere():

@@ -12,12 +12,15 @@ from examples.demo.ports import free_ports
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def result(vllm_python, tiny_model, tmp_path_factory):
+@pytest.fixture(scope="module", params=["zmq", "kvplug"])
+def result(request, vllm_python, tiny_model, tmp_path_factory):
     """Run the workload once, in vLLM's interpreter, with that environment's numba."""
     cache = tmp_path_factory.mktemp("numba-cache")
     run = subprocess.run(
-        [vllm_python, "-m", "tests.engines.vllm_in_process", tiny_model, str(free_ports(1)[0])],
+        [
+            *(vllm_python, "-m", "tests.engines.vllm_in_process"),
+            *(tiny_model, str(free_ports(1)[0]), request.param),
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,

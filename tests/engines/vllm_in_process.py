@@ -1,7 +1,8 @@
-"""Run by vLLM's own interpreter: real vLLM in this process, its stock events over a real socket
-into an index, and at the end the index against the engine's own block pool.
+"""Run by vLLM's own interpreter: real vLLM in this process, its events (from the stock publisher
+or from kvplug's) over a real socket into an index, and at the end the index against the engine's
+own block pool.
 
-usage: python -m tests.engines.vllm_in_process MODEL_DIR EVENTS_PORT
+usage: python -m tests.engines.vllm_in_process MODEL_DIR EVENTS_PORT {zmq,kvplug}
 
 Prints one JSON object; everything else goes to stderr.
 """
@@ -27,6 +28,8 @@ os.environ |= {
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+from kvplug.engines.vllm import register
 
 BLOCK_SIZE, NUM_BLOCKS, SETTLE_LIMIT_S = 32, 64, 30.0
 
@@ -72,9 +75,12 @@ class Following:
 class Engine:
     """vLLM with a tap on its publisher: how many batches went out, with how many copies."""
 
-    def __init__(self, model_dir, port):
+    def __init__(self, model_dir, port, publisher):
+        if publisher == "kvplug":
+            register()  # before the config: LLM(...) loads plug-ins only later
+        address = "*" if publisher == "zmq" else "127.0.0.1"
         events = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
+            enable_kv_cache_events=True, publisher=publisher, endpoint=f"tcp://{address}:{port}"
         )
         self.llm = LLM(
             model_dir,
@@ -160,9 +166,9 @@ def predictions(engine, following, rnd):
     return pairs
 
 
-def main(model_dir, port):
+def main(model_dir, port, publisher):
     rnd = random.Random(7)
-    engine = Engine(model_dir, port)
+    engine = Engine(model_dir, port, publisher)
     following = Following(port)
     workload(engine, rnd)
     pairs = predictions(engine, following, rnd)
@@ -189,4 +195,4 @@ def main(model_dir, port):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

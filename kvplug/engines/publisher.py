@@ -1,0 +1,171 @@
+"""A publisher of KV events that its engine does not feel.
+
+In:  batches of events, from the engine's own thread.
+Out: the stock wire of vLLM and SGLang: [topic, 8-byte number, payload] on a PUB socket, and past
+batches from a replay socket.
+
+`publish` puts a batch into a bounded queue and returns; a thread encodes and sends. Each batch
+takes a number before anything can go wrong with it, so what is lost is a gap that followers see.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import zmq
+
+from kvplug.engines.binding import Binding, endpoint_of_rank
+from kvplug.engines.replay import History, ReplayServer
+from kvplug.errors import ConfigError
+
+STOP_LIMIT_S: Final = 1.0
+"""How long `shutdown` waits for what is queued, for a replay, for subscribers that still read."""
+
+_END: Final = None
+_Queued = tuple[int, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherConfig:
+    """What vLLM's and SGLang's --kv-events-config say, for one data-parallel rank."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if not 0 <= value < 2**31:
+                raise ConfigError(f"--kv-events-config: {name} must be 0 or more, got {value}")
+
+    def of_rank(self, dp_rank: int) -> tuple[str, str | None]:
+        """The endpoint and the replay endpoint of one rank."""
+        replay = self.replay_endpoint and endpoint_of_rank(self.replay_endpoint, dp_rank)
+        return endpoint_of_rank(self.endpoint, dp_rank), replay
+
+
+class Publisher:
+    """publish from one thread, shutdown from any. `encode` runs in the sender's thread.
+
+    Read: endpoint and replay_endpoint (as they are now), and the counters num_published (numbers
+    given out), num_sent, num_dropped (the queue was full), failures by cause.
+
+    `max_queue_size` and `hwm` are in batches; 0 is no limit, as in the engines' own publishers.
+    """
+
+    def __init__(
+        self,
+        config: PublisherConfig,
+        dp_rank: int,
+        encode: Callable[[Any], bytes],
+        logger: logging.Logger,
+    ) -> None:
+        endpoint, replay_endpoint = config.of_rank(dp_rank)
+        self.num_published = self.num_sent = self.num_dropped = 0
+        self.failures: Counter[str] = Counter()
+        self._max_queue_size = config.max_queue_size
+        self._topic = config.topic.encode()
+        self._encode, self._logger = encode, logger
+        self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
+        self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
+        self._stopping = self._drops_are_named = False
+        self._open(endpoint, replay_endpoint, config.hwm)
+
+    @property
+    def endpoint(self) -> str:
+        """Where batches are published."""
+        return self._binding.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where past batches can be asked for."""
+        return None if self._replay is None else self._replay.endpoint
+
+    def publish(self, batch: object) -> None:
+        """Hand over a batch, which nobody changes any more. Does not wait and does not raise."""
+        number = self.num_published
+        self.num_published += 1
+        if self._stopping or 0 < self._max_queue_size <= self._queue.qsize():
+            self.num_dropped += 1
+        else:
+            self._queue.put((number, batch))
+
+    def shutdown(self) -> None:
+        """Send what is queued and close, in three seconds at worst; again is harmless."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._queue.put(_END)
+        self._sender.join(STOP_LIMIT_S)
+        replay_ended = self._replay is None or self._replay.stop(STOP_LIMIT_S)
+        # A thread that still sends keeps its socket, and the context would wait for it.
+        if replay_ended and not self._sender.is_alive():
+            self._context.term()
+
+    def _open(self, endpoint: str, replay_endpoint: str | None, hwm: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, hwm)
+        self._socket.setsockopt(zmq.LINGER, int(STOP_LIMIT_S * 1000))
+        self._binding = Binding(self._socket, endpoint, "stream of KV events", self._logger)
+        self._binding.attempt()
+        self._replay: ReplayServer | None = None
+        if replay_endpoint is not None:
+            self._replay = ReplayServer(
+                self._context, replay_endpoint, self._history, self._topic, self._logger
+            )
+        self._sender = threading.Thread(target=self._run, name="kvplug-publisher", daemon=True)
+        self._sender.start()
+        if self._replay is not None:
+            self._replay.start()
+
+    def _run(self) -> None:
+        with self._socket:
+            while True:
+                self._binding.attempt()
+                try:
+                    queued = self._queue.get(timeout=self._binding.pause_s)
+                except queue.Empty:
+                    continue
+                if queued is _END:
+                    return
+                self._send(*queued)
+
+    def _send(self, number: int, batch: object) -> None:
+        self._name_drops()
+        try:
+            frame = number.to_bytes(8, "big")
+            payload = self._encode(batch)
+            # First, so that a follower that saw this batch live finds it in a replay as well.
+            self._history.append((frame, payload))
+            # A PUB socket never waits; what a slow subscriber has no room for (hwm) it drops.
+            self._socket.send_multipart((self._topic, frame, payload))
+            self.num_sent += 1
+        except Exception as error:  # noqa: BLE001  # whatever it is, the next batch may be fine
+            self._count_failure(error)
+
+    def _count_failure(self, error: Exception) -> None:
+        cause = type(error).__name__
+        self.failures[cause] += 1
+        if self.failures[cause] == 1:
+            self._logger.warning("kvplug: batches of KV events are lost: %s: %s", cause, error)
+
+    def _name_drops(self) -> None:
+        # Here and not where it happens: writing a log may wait, and the engine must not.
+        if self.num_dropped and not self._drops_are_named:
+            self._drops_are_named = True
+            self._logger.warning(
+                "kvplug: batches of KV events are lost: the queue was full; expected at most %d "
+                "waiting (max_queue_size). Followers see the gap in the numbers",
+                self._max_queue_size,
+            )

@@ -1,0 +1,145 @@
+"""vLLM's side: the publisher `kvplug` for --kv-events-config.
+
+In:  the entry point `vllm.general_plugins`, which calls `register` in every process of vLLM.
+Out: a name that vLLM's config accepts, and the publisher behind it.
+
+Where the config is made before vLLM loads its plug-ins, as in `LLM(kv_events_config=...)`, call
+`register` first. vLLM is imported only inside functions; read against vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kvplug.engines.publisher import Publisher, PublisherConfig
+from kvplug.errors import KvplugError
+
+if TYPE_CHECKING:
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.distributed.kv_events import EventBatch, EventPublisher
+
+NAME: Final = "kvplug"
+LOG_LEVEL: Final = "KVPLUG_LOG_LEVEL"
+_LEVELS: Final = ("debug", "info", "warning", "error")
+
+# Below vLLM's own logger, so that its handler and its format apply.
+logger = logging.getLogger("vllm.kvplug")
+
+
+def register() -> None:
+    """Make vLLM know the publisher `kvplug`; again is harmless.
+
+    Starts no thread, socket or lock: vLLM may fork afterwards. An exception here would end the
+    engine, so what goes wrong is logged and vLLM goes on without us.
+    """
+    try:
+        _accept_name()
+        _offer_publisher()
+    except Exception as error:  # noqa: BLE001  # vLLM's insides may have changed in any way
+        _warn(f"vLLM goes on without the publisher {NAME!r}", error)
+
+
+def _accept_name() -> None:
+    """Add our name to those that KVEventsConfig accepts for `publisher`; others stay refused."""
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config.kv_events import KVEventsConfig
+
+    accepted = get_type_hints(KVEventsConfig)["publisher"]
+    if get_origin(accepted) is not Literal or NAME in get_args(accepted):
+        return  # any string is accepted, or ours already
+    widened: object = Literal[(*get_args(accepted), NAME)]
+    KVEventsConfig.__annotations__["publisher"] = widened
+    KVEventsConfig.__dataclass_fields__["publisher"].type = widened
+    KVEventsConfig.__pydantic_fields__["publisher"].annotation = widened
+    rebuild_dataclass(KVEventsConfig, force=True)
+
+
+def _offer_publisher() -> None:
+    from vllm.distributed.kv_events import EventPublisherFactory
+
+    if NAME not in EventPublisherFactory._registry:
+        EventPublisherFactory.register_publisher(NAME, create_publisher)
+
+
+def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> EventPublisher:
+    """What vLLM calls in the process of each engine core; a silent one if ours cannot be made."""
+    from vllm.distributed.kv_events import EventPublisher, NullEventPublisher
+
+    try:
+        _set_log_level(os.environ.get(LOG_LEVEL))
+        config = msgspec.convert(_known(settings), PublisherConfig)
+        # vLLM's class comes last: it brings the defaults of methods that later versions may add.
+        kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
+        return kind(config, data_parallel_rank)
+    except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
+        _warn("the engine serves without KV events", error)
+        return NullEventPublisher()
+
+
+class VllmPublisher:
+    """The methods of vLLM's EventPublisher, over a Publisher."""
+
+    def __init__(self, config: PublisherConfig, data_parallel_rank: int) -> None:
+        self._data_parallel_rank = data_parallel_rank  # as vLLM's own base class has it
+        self._config = config
+        self._pack = msgspec.msgpack.Encoder()
+        self.publisher = Publisher(config, data_parallel_rank, self._encode, logger)
+
+    def publish(self, events: EventBatch) -> None:
+        """Hand over the events of one step; called on the engine's thread."""
+        self.publisher.publish(events)
+
+    def shutdown(self) -> None:
+        """Send what is queued and close; vLLM seldom calls it: `vllm serve` is killed instead."""
+        self.publisher.shutdown()
+
+    def get_publisher_config(self) -> KVEventsConfig:
+        """Where this rank really publishes, for GET /kv_event_sources."""
+        from vllm.config.kv_events import KVEventsConfig
+
+        settings = asdict(self._config) | {
+            "endpoint": self.publisher.endpoint,
+            "replay_endpoint": self.publisher.replay_endpoint,
+        }
+        return KVEventsConfig(enable_kv_cache_events=True, publisher=NAME, **settings)
+
+    def _encode(self, batch: EventBatch) -> bytes:
+        if batch.data_parallel_rank is None:
+            batch.data_parallel_rank = self._data_parallel_rank
+        return self._pack.encode(batch)
+
+
+def _known(settings: dict[str, object]) -> dict[str, object]:
+    known = {field.name for field in fields(PublisherConfig)}
+    if unknown := sorted(settings.keys() - known):
+        logger.warning(
+            "kvplug: these settings of --kv-events-config have no effect: %s; expected only %s",
+            ", ".join(unknown),
+            ", ".join(sorted(known)),
+        )
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def _set_log_level(level: str | None) -> None:
+    if not level:
+        return
+    if level.lower() in _LEVELS:
+        logger.setLevel(level.upper())
+    else:
+        logger.warning(
+            "kvplug: %s is ignored: expected one of %s, got %r",
+            LOG_LEVEL,
+            ", ".join(_LEVELS),
+            level,
+        )
+
+
+def _warn(consequence: str, error: Exception) -> None:
+    # What we did not foresee is told with its traceback.
+    unforeseen = None if isinstance(error, KvplugError) else error
+    logger.warning("kvplug: %s: %s", consequence, error, exc_info=unforeseen)

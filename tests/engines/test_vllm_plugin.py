@@ -1,0 +1,140 @@
+"""kvplug inside real vLLM: what is published is what is cached, and the engine never suffers."""
+
+import random
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engines.following import following
+from tests.engines.plugged_vllm import LOOPBACK, PluggedVllm, install_kvplug
+from tests.plugs.stock_client import StockClient, wait_until
+
+
+@pytest.fixture(scope="module")
+def plugins(vllm_python, tmp_path_factory):
+    return install_kvplug(vllm_python, tmp_path_factory.mktemp("kvplug"))
+
+
+@pytest.fixture
+def serve(vllm_python, tiny_model, plugins, tmp_path):
+    return lambda **more: PluggedVllm(vllm_python, tiny_model, plugins, tmp_path, **more)
+
+
+def workload(engine, rnd, *, num_rounds=30):
+    """Shared prefixes, evictions, twins that start together (stored twice), resets."""
+    prefixes = [[rnd.randrange(10, 4000) for _ in range(256)] for _ in range(6)]
+    for round_ in range(num_rounds):
+        tail = [rnd.randrange(10, 4000) for _ in range(rnd.randrange(1, 90))]
+        twin = [rnd.randrange(10, 4000) for _ in range(160)]
+        engine.complete([rnd.choice(prefixes) + tail, twin, twin], max_tokens=rnd.choice([1, 40]))
+        if round_ in (9, 19):
+            wait_until(engine.reset_prefix_cache, "the cache is empty")
+    engine.complete([10, 11, 12])  # a last step publishes what waits
+
+
+def apart(engine, follows, rank=0):
+    """(blocks that only the engine has, blocks that only the index has)."""
+    in_engine, in_index = set(engine.ask_oracle(rank)["blocks"]), follows.blocks(rank)
+    return len(in_engine - in_index), len(in_index - in_engine)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_vllm_serve_publishes_what_it_caches(serve, start_method):
+    replay = "tcp://127.0.0.1:0"
+    env = {"ORACLE_START_METHOD": start_method}
+    with serve(env=env, events={"replay_endpoint": replay}) as engine, following(engine) as follows:
+        workload(engine, random.Random(7))
+        follows.settle(engine)
+        oracle, [follower] = engine.ask_oracle(), follows.followers
+        assert oracle["publisher"] == "KvplugEventPublisher"
+        assert not oracle["numba_is_loaded"]
+        assert oracle["is_fork"] == (start_method == "fork")
+        assert apart(engine, follows) == (0, 0)
+        assert len(oracle["blocks"]) > 20
+        assert oracle["num_events"]["BlockRemoved"] > 100
+        assert oracle["num_events"]["AllBlocksCleared"] == 2
+        assert oracle["most_copies"] > 1
+        assert (follower.incomplete, follower.sequence.num_missed) == (None, 0)
+        assert not follower.skipped
+        source = engine.event_sources()["0"]
+        assert source["publisher"] == "kvplug"
+        assert source["endpoint"] == f"tcp://{LOOPBACK}:{engine.events_port}"
+        assert num_replayed(source["replay_endpoint"]) == oracle["num_batches"]
+
+
+def num_replayed(endpoint):
+    client = StockClient()
+    try:
+        return len(client.replay(endpoint, first=0))
+    finally:
+        client.close()
+
+
+def test_data_parallel_ranks_have_ports_of_their_own(serve):
+    flags = ("--data-parallel-size", "2")
+    with serve(flags=flags) as engine, following(engine, dp_size=2) as follows:
+        workload(engine, random.Random(8))
+        for _ in range(2):  # one for each rank: they are given out in turn
+            engine.complete([[10, 11, 12]] * 4)
+        follows.settle(engine)
+        oracles = [engine.ask_oracle(rank) for rank in range(2)]
+        assert [len(oracle["blocks"]) > 0 for oracle in oracles] == [True, True]
+        assert [apart(engine, follows, rank) for rank in range(2)] == [(0, 0), (0, 0)]
+        assert [f.incomplete for f in follows.followers] == [None, None]
+        assert sum(oracle["num_events"]["BlockRemoved"] for oracle in oracles) > 100
+        assert {rank: source["endpoint"] for rank, source in engine.event_sources().items()} == {
+            str(rank): f"tcp://{LOOPBACK}:{engine.events_port + rank}" for rank in range(2)
+        }
+
+
+def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
+    env = {"KVPLUG_LOG_LEVEL": "loud", "NUMBA_CACHE_DIR": "/proc/not/writable"}
+    engine = serve(env=env)
+    with socket.create_server((LOOPBACK, engine.events_port)):
+        engine.__enter__()
+    try:
+        with following(engine) as follows:  # the port is free again, and the engine takes it
+            workload(engine, random.Random(9), num_rounds=3)
+            follows.settle(engine)
+            assert apart(engine, follows) == (0, 0)
+        log = engine.log()
+    finally:
+        engine.process.stop()
+    assert log.count("kvplug: KVPLUG_LOG_LEVEL is ignored: expected one of debug, info") == 1
+    assert log.count("kvplug: no stream of KV events at") == 1
+    assert log.count("Address already in use") == 1
+    assert "Traceback" not in log.partition("Application startup complete")[0]
+    assert "umba" not in log
+
+
+def test_an_unusable_endpoint_is_named_and_the_engine_serves_without_events(serve):
+    with serve(events={"endpoint": "tcp://nowhere"}) as engine:
+        engine.complete([10, 11, 12])
+        assert engine.ask_oracle()["publisher"] == "NullEventPublisher"
+        log = engine.log()
+    [line] = [line for line in log.splitlines() if "kvplug: the engine serves without" in line]
+    assert "'tcp://nowhere': expected tcp://ADDRESS:PORT" in line
+
+
+def test_a_misspelt_publisher_is_refused_by_vllm_itself(serve):
+    engine = serve(events={"publisher": "kvplgu"})
+    engine.process.start()
+    wait_until(lambda: engine.process.exit_status is not None, "it gives up", timeout_s=120)
+    engine.process.kill()
+    assert "Input should be 'null', 'zmq' or 'kvplug'" in engine.log()
+
+
+def test_register_in_a_library(vllm_python, plugins):
+    """The order of calls that the documentation gives, with vLLM's real classes."""
+    program = Path(__file__).with_name("vllm_register.py")
+    run = subprocess.run(
+        [vllm_python, program],
+        env={"PYTHONPATH": str(plugins), "PATH": "/usr/bin:/bin", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (run.returncode, run.stdout.splitlines()[-1:]) == (0, ["done"]), run.stderr[-3000:]
