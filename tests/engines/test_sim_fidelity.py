@@ -1,13 +1,17 @@
-"""The simulated cache against vLLM's own, operation by operation.
+"""The simulated cache and scheduler against vLLM's own, operation by operation.
 
-Hypothesis draws a workload; it is played on the simulated cache here and on vLLM's KVCacheManager
-in its interpreter. After each operation both have the same result, events (hash ids included),
-eviction order, references and blocks per request: physical block numbers too.
+Hypothesis draws a workload; it is played here on the simulation and in vLLM's interpreter on its
+KVCacheManager or its Scheduler. After each operation on the cache both have the same result, events
+(hash ids included), eviction order, references and blocks per request, physical numbers too; after
+each step of the scheduler the same chunks, preemptions, tokens and events.
 """
 
 import json
+import os
 import subprocess
 from collections import Counter
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -19,41 +23,35 @@ from kvplug.events import BlockRemoved, BlockStored
 from kvplug.sim.block_hashes import Lora
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
+from kvplug.sim.scheduler import Scheduler, SchedulerConfig
 
-DRIVER = Path(__file__).with_name("vllm_pool_driver.py")
+ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 48
-NUM_EXAMPLES = 400
+NUM_POOL_EXAMPLES = 400
+NUM_SCHEDULER_EXAMPLES = 300
 
 
-class VllmPool:
-    """The driver, started once."""
+class Driver:
+    """vLLM's side: a process that is started once, and plays what it is sent."""
 
-    def __init__(self, python):
+    def __init__(self, python, module, *arguments):
         self.seen = Counter()
         self._process = subprocess.Popen(
-            [python, DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._read() == "ready"
 
-    def play(self, sizes, operations):
-        json.dump({"sizes": sizes, "operations": operations}, self._process.stdin)
+    def play(self, **job):
+        json.dump(job, self._process.stdin)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        answers = self._read()
-        self.seen.update(examples=1, operations=len(operations))
-        for (operation, *_), (result, state) in zip(operations, answers, strict=True):
-            self._count(operation, result, state)
-        return answers
-
-    def _count(self, operation, result, state):
-        self.seen[operation] += 1
-        self.seen.update(kind for kind, *_ in state["events"])
-        if operation == "admit":
-            self.seen["hits"] += result[0] > 0
-            self.seen["refused"] += not result[1]
-        if operation in ("compute", "reset"):
-            self.seen[f"{operation} refused"] += not result
-        self.seen["shared blocks"] += max(state["references"]) > 1
+        self.seen["examples"] += 1
+        return self._read()
 
     def close(self):
         self._process.stdin.close()
@@ -68,9 +66,14 @@ class VllmPool:
 
 @pytest.fixture(scope="module")
 def vllm_pool(vllm_python):
-    pool = VllmPool(vllm_python)
-    yield pool
-    pool.close()
+    with closing(Driver(vllm_python, "tests.engines.vllm_pool_driver")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def vllm_scheduler(vllm_python, tiny_model):
+    with closing(Driver(vllm_python, "tests.engines.vllm_scheduler_driver", tiny_model)) as driver:
+        yield driver
 
 
 class SimulatedPool:
@@ -161,7 +164,7 @@ GOINGS_ON = st.tuples(st.just("go on"), st.integers(0, 9), st.integers(1, 20))
 ENDS = st.tuples(st.sampled_from(["finish", "finish", "preempt"]), st.integers(0, 9))
 CLEARS = st.tuples(st.just("clear"), st.integers(0, 7).map(lambda number: number == 7))
 ACTIONS = st.one_of(REQUESTS, REQUESTS, GOINGS_ON, GOINGS_ON, ENDS, ENDS, CLEARS)
-SIZES = st.fixed_dictionaries(
+POOL_SIZES = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(5, 25),
         "block_size": st.sampled_from([4, 5, 8]),
@@ -222,25 +225,102 @@ class Player:
                 return
 
 
-@settings(
-    max_examples=NUM_EXAMPLES,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+SETTINGS = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-@given(sizes=SIZES, actions=st.lists(ACTIONS, min_size=30, max_size=80))
+
+
+@settings(SETTINGS, max_examples=NUM_POOL_EXAMPLES)
+@given(sizes=POOL_SIZES, actions=st.lists(ACTIONS, min_size=30, max_size=80))
 def test_the_simulated_cache_does_what_vllm_does(vllm_pool, sizes, actions):
     player = Player(sizes)
     for action in actions:
         player.act(*action)
-    answers = vllm_pool.play(sizes, player.operations)
+    answers = vllm_pool.play(sizes=sizes, operations=player.operations)
     for operation, simulated, real in zip(player.operations, player.answers, answers, strict=True):
         assert simulated == real, operation
+        count_operation(vllm_pool.seen, operation[0], *real)
 
 
-def test_the_workloads_had_everything_in_them(vllm_pool):
+def count_operation(seen, operation, result, state):
+    seen.update(["operations", *(kind for kind, *_ in state["events"])])
+    if operation == "admit":
+        seen.update({"hits": result[0] > 0, "refused": not result[1]})
+    elif operation in ("compute", "reset"):
+        seen[f"{operation} refused"] += not result
+    seen["shared blocks"] += max(state["references"]) > 1
+
+
+def test_the_pool_workloads_had_everything_in_them(vllm_pool):
     """Of one run: what the comparison above has seen in vLLM."""
     seen = vllm_pool.seen
-    assert seen["examples"] >= NUM_EXAMPLES
-    for what in ("stored", "removed", "cleared", "hits", "refused", "compute refused"):
+    assert seen["examples"] >= NUM_POOL_EXAMPLES
+    for what in ("stored", "removed", "cleared", "hits", "refused", "shared blocks"):
         assert seen[what] > 100, seen
-    assert seen["shared blocks"] > 100, seen
-    assert seen["reset refused"] > 100, seen
+    for what in ("compute refused", "reset refused"):
+        assert seen[what] > 100, seen
+
+
+# --- the scheduler ----------------------------------------------------------------------------
+
+SCHEDULER_SIZES = st.fixed_dictionaries(
+    {
+        "num_gpu_blocks": st.integers(13, 25),
+        "block_size": st.just(4),
+        "max_model_len": st.just(MAX_MODEL_LEN),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.sampled_from([5, 16, 48]),
+    }
+)
+ARRIVALS = st.lists(st.tuples(PROMPTS, st.integers(1, 30)), max_size=3)
+
+
+def simulated_steps(sizes, arrivals):
+    config = SchedulerConfig(**sizes)
+    cache = KvCache(config.num_gpu_blocks, config.block_size, config.max_model_len)
+    scheduler = Scheduler(config, cache)
+    for arriving in arrivals:
+        for name, prompt, max_tokens in arriving:
+            scheduler.add(Request(name, prompt, max_tokens, block_size=config.block_size))
+        plan = scheduler.plan()
+        emitted = scheduler.complete(plan, lambda request: request.num_tokens % 3)
+        yield {
+            "chunks": [[chunk.request.request_id, chunk.num_tokens] for chunk in plan.chunks],
+            "preempted": sorted(request.request_id for request in plan.preempted),
+            "emitted": [token.request.request_id for token in emitted],
+            "events": list(map(plain, cache.take_events())),
+            "running": [request.request_id for request in scheduler.running],
+            "num_waiting": len(scheduler.waiting),
+            "usage": cache.pool.usage,
+        }
+
+
+@settings(SETTINGS, max_examples=NUM_SCHEDULER_EXAMPLES)
+@given(sizes=SCHEDULER_SIZES, arriving=st.lists(ARRIVALS, min_size=3, max_size=12))
+def test_the_simulated_scheduler_does_what_vllm_does(vllm_scheduler, sizes, arriving):
+    numbers = count()
+    arrivals = [
+        [
+            (f"r{next(numbers)}", prompt, min(max_tokens, MAX_MODEL_LEN - len(prompt)))
+            for prompt, max_tokens in each
+        ]
+        for each in [*arriving, *[[]] * 40]  # time to end what arrived
+    ]
+    steps = vllm_scheduler.play(sizes=sizes, arrivals=arrivals)
+    for simulated, real in zip(simulated_steps(sizes, arrivals), steps, strict=True):
+        assert simulated == real
+        count_step(vllm_scheduler.seen, real)
+
+
+def count_step(seen, step):
+    seen.update(["steps", *(kind for kind, *_ in step["events"])])
+    seen["preemptions"] += len(step["preempted"])
+    seen["waiting"] += step["num_waiting"] > 0
+    seen["batches"] += len(step["chunks"]) > 1
+
+
+def test_the_scheduler_workloads_had_everything_in_them(vllm_scheduler):
+    seen = vllm_scheduler.seen
+    assert seen["examples"] >= NUM_SCHEDULER_EXAMPLES
+    for what in ("stored", "removed", "preemptions", "waiting", "batches"):
+        assert seen[what] > 50, seen
