@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from examples.demo.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
