@@ -112,8 +112,6 @@ class Api:
         reply = Reply(ask)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if opening := reply.opening():
-            await response.write(opening)
         async with asyncio.TaskGroup() as tasks:
             for index, each in enumerate(submitted):
                 tasks.create_task(self._write_tokens(response, reply, index, each))

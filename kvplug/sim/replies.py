@@ -45,6 +45,11 @@ class Reply:
             "created": int(time.time()),
             "model": ask.model,
         }
+        self._opening = b""
+        if ask.is_chat:
+            self._opening = self._event(
+                [self._delta(0, {"role": "assistant", "content": ""}, None)]
+            )
 
     def whole(self, texts: Sequence[str], requests: Sequence[Request]) -> Json:
         """Without streaming."""
@@ -52,17 +57,12 @@ class Reply:
         choices = [self._choice(i, text, "length") for i, text in enumerate(texts)]
         return {**self._head, "object": kind, "choices": choices, "usage": usage(requests)}
 
-    def opening(self) -> bytes:
-        """What a stream begins with: in a chat the role of whom it is from."""
-        if not self._ask.is_chat:
-            return b""
-        return self._event([self._delta(0, {"role": "assistant", "content": ""}, None)])
-
     def chunk(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        """One token of a stream."""
-        if self._ask.is_chat:
-            return self._event([self._delta(index, {"content": text}, finish_reason)])
-        return self._event([self._completion(index, text, finish_reason)])
+        """One token of a stream; in a chat the role goes out with the first one, as in vLLM."""
+        if not self._ask.is_chat:
+            return self._event([self._completion(index, text, finish_reason)])
+        opening, self._opening = self._opening, b""
+        return opening + self._event([self._delta(index, {"content": text}, finish_reason)])
 
     def closing(self, requests: Sequence[Request]) -> bytes:
         """What a stream ends with: the usage, if it was asked for."""

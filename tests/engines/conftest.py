@@ -1,6 +1,7 @@
 """Real engines: an environment with vLLM and a tiny model, made once and kept in the cache."""
 
 import pytest
+
 from examples.demo.engine_env import ensure_tiny_model, ensure_vllm
 from examples.demo.vllm_server import VllmServer, VllmSettings
 

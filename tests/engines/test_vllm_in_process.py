@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from examples.demo.ports import free_ports
 
 ROOT = Path(__file__).parents[2]

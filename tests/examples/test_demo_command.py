@@ -11,16 +11,20 @@ import pytest
 from examples.demo.__main__ import main
 from examples.demo.child_process import group_members
 
+ROOT = Path(__file__).parents[2]
+
 # The real command with a stand-in for the comparison: a child that stays, then what MODE says.
 STAND_IN = """
 import asyncio, os, signal, sys
 from examples.demo import __main__, comparison
 from examples.demo.child_process import ChildProcess
+from examples.demo.client import Completed, Failed
 from examples.demo.errors import DemoError
+from examples.demo.report import PolicyResult
 
 MODE = sys.argv[1]
 
-def stand_in(num_requests, *, log_dir, console, cleanup):
+def stand_in(kind, num_requests, *, log_dir, console, cleanup):
     child = ChildProcess("child", ["sleep", "600"], log_path=log_dir / "child.log")
     cleanup.enter_context(child)
     group_id = os.getpgid(child.members()[0])
@@ -33,7 +37,8 @@ def stand_in(num_requests, *, log_dir, console, cleanup):
     print(group_id, log_dir, flush=True)
     if MODE == "fail":
         raise DemoError("vllm-0 ended with status 1; its log is somewhere")
-    return MODE == "answered"
+    outcome = Completed(0.1, 0.2, 64, 32) if MODE == "answered" else Failed("status 503")
+    return [PolicyResult(policy, [outcome], 1.0) for policy in comparison.POLICIES]
 
 async def wait_for_ever(group_id, log_dir):
     async with asyncio.TaskGroup() as tasks:
@@ -54,8 +59,11 @@ class Demo:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            cwd=tmp_path,  # where the plot goes
+            env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
         )
+
+    def wait_started(self):
         group_id, log_dir = self.process.stdout.readline().split()
         self.group_id, self.log_dir = int(group_id), Path(log_dir)
 
@@ -71,6 +79,7 @@ def run_demo(tmp_path):
 
     def run(mode):
         demos.append(Demo(mode, tmp_path))
+        demos[-1].wait_started()
         return demos[-1]
 
     yield run
