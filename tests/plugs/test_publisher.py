@@ -110,6 +110,8 @@ def test_replays_are_whole_while_batches_go_out(client):
             for _ in range(50):
                 shell.publish(clear())
             replays.append(client.replay(publisher.replay_endpoint, first=0))
+        wait_until(lambda: publisher.num_sent == publisher.num_published, "all are sent")
+        replays.append(client.replay(publisher.replay_endpoint, first=0))
     for replay in replays:
         numbers = [number for _, number, _ in replay]
         assert all(later == number + 1 for number, later in itertools.pairwise(numbers))
