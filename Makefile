@@ -48,11 +48,20 @@ test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks
 
 .PHONY: test-engines
 test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted
-	$(BIN)/pytest -q -m engine
+	$(BIN)/pytest -q -m engine --durations 5
+
+.PHONY: bench-thin
+bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matching; bench-results/thin.json
+	$(BIN)/python -m tests.benchmarks.thin
 
 .PHONY: test
-test: test-fast test-kernels test-engines  ## everything, real engines included
-	@echo 'make test ran: test-fast (no engine), test-kernels (numba matrix), test-engines (real vLLM)'
+test: $(READY)  ## everything, real engines included
+	@echo 'make test 1/3: everything that needs no engine'
+	@$(MAKE) --no-print-directory test-fast
+	@echo 'make test 2/3: the kernels compiled, without JIT, with bounds checks, on two versions of numba'
+	@$(MAKE) --no-print-directory test-kernels
+	@echo 'make test 3/3: real vLLM in process and served, and the demo (the first run installs vLLM, 3.4 GB)'
+	@$(MAKE) --no-print-directory test-engines
 
 .PHONY: bench-engine
 bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes

@@ -54,7 +54,9 @@ def test_extra_keys_are_appended_sorted():
     assert hashes(tokens, extra_keys=[[], [3, 9]]) == keyed
 
 
-@pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["1"], [True], [None], np.array([-1]), 7])
+@pytest.mark.parametrize(
+    "bad", [[-1], [2**32], [1.5], ["1"], [None], np.array([-1]), np.array([0.5]), 7, "text"]
+)
 def test_what_is_no_token_id_is_refused(bad):
     with pytest.raises(HashingError, match="expected integers in"):
         as_tokens(bad)

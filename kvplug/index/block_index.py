@@ -17,6 +17,8 @@ What is not certain is refused and counted, never guessed (`Refusal`).
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -202,7 +204,7 @@ class BlockIndex:
         )
         if len(hashes) != num_blocks:
             return applied.refuse(Refusal.MISALIGNED, num_blocks)
-        names = np.array(event.block_hashes, dtype=np.uint64)
+        names = _as_u64(event.block_hashes)
         if not self._agree_on_names(rank, names, hashes):
             return applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
         self._hold(rank, event.tier, names, hashes, seed)
@@ -222,7 +224,7 @@ class BlockIndex:
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
         domain, number = self._domain_of[rank], self.numbers.number_of(rank)
-        names = np.array(event.block_hashes, dtype=np.uint64)
+        names = _as_u64(event.block_hashes)
         rows = domain.table.find(names)
         names, rows = names[rows != 0], rows[rows != 0]
         had, gone = self.holdings.drop(self.numbers.holder(number, event.tier), rows)
@@ -234,7 +236,7 @@ class BlockIndex:
     def _row_of(self, rank: Rank, name: int | None) -> int:
         if name is None:
             return 0
-        return int(self._domain_of[rank].table.find(np.array([name], dtype=np.uint64))[0])
+        return int(self._domain_of[rank].table.find(_as_u64((name,)))[0])
 
     def _hash_of_row(self, row: int) -> SequenceHash | None:
         return SequenceHash(int(self.holdings.hash_of_row[row])) if row else None
@@ -292,3 +294,7 @@ class BlockIndex:
     def _credit_of_holder(self) -> F64:
         credits = np.array([TIER_CREDIT[tier] for tier in Tier])
         return np.asarray(credits[self.numbers.tier_of_holder])
+
+
+def _as_u64(numbers: Sequence[int]) -> U64:
+    return np.frombuffer(array("Q", numbers), dtype=np.uint64)

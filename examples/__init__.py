@@ -1,0 +1,1 @@
+"""Programs that show kvplug at work, against real engines."""

