@@ -3,7 +3,7 @@
 PYTHON ?= python3
 # What is large and outlives a checkout (engine environments) is kept here.
 export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
-ENGINE ?= vllm
+ENGINE ?= sim
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ $(READY): pyproject.toml
 setup: $(READY)  ## make the development environment in .venv
 
 .PHONY: demo
-demo: $(READY)  ## ENGINE=vllm: two real engines, round_robin against kv, one table
+demo: $(READY)  ## round_robin against kv: four simulated engines; ENGINE=vllm: two real ones
 	$(BIN)/python -m examples.demo --engine $(ENGINE)
 
 .PHONY: check
@@ -66,6 +66,7 @@ test: $(READY)  ## everything, real engines included
 .PHONY: bench-engine
 bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
+	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays

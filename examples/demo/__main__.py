@@ -1,4 +1,4 @@
-"""The door: `python -m examples.demo --engine vllm`.
+"""The door: `python -m examples.demo`.
 
 In:  the command line.
 Out: a table; exit code 0, 1 with a sentence if something went wrong, 2 for a wrong flag, 130 or
@@ -16,8 +16,8 @@ from pathlib import Path
 from examples.demo.errors import DemoError
 from examples.demo.stop_signals import StopSignals
 
-ENGINES = ("vllm",)
-NUM_REQUESTS = 320
+ENGINES = ("sim", "vllm")
+PLOT = Path("bench-results") / "demo.png"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop_signals.listen()
     try:
         arguments = parse(argv)
-        return demo(arguments.requests, stop_signals)
+        return demo(arguments.engine, arguments.requests, stop_signals)
     except KeyboardInterrupt:
         print(f"stopped by {stop_signals.name}", file=sys.stderr)
         return stop_signals.exit_code
@@ -39,15 +39,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; argparse ends the program with exit code 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo",
-        description="Two real engines, the same requests under two policies, one table.",
+        description="Some engines, the same requests under two policies, one table and a plot.",
     )
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="default: vllm")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="sim: four simulated ones (default); vllm: two real ones on the CPU",
+    )
     parser.add_argument(
         "--requests",
         type=positive,
-        default=NUM_REQUESTS,
         metavar="N",
-        help=f"requests for each policy (default: {NUM_REQUESTS})",
+        help="requests for each policy (default: what suits the engines)",
     )
     return parser.parse_args(argv)
 
@@ -59,24 +63,33 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def demo(num_requests: int, stop_signals: StopSignals) -> int:
+def demo(kind: str, num_requests: int | None, stop_signals: StopSignals) -> int:
     """Run the comparison, and stop all that it started, whatever happens."""
     # Imported late: these take most of a second, in which Ctrl-C would end in a traceback.
     from rich.console import Console
 
     from examples.demo import comparison
+    from examples.demo.plot import save_plot
 
+    console = Console()
     log_dir = Path(tempfile.mkdtemp(prefix="kvplug-demo-"))
-    with ExitStack() as cleanup:
-        try:
-            all_answered = comparison.run(
-                num_requests, log_dir=log_dir, console=Console(), cleanup=cleanup
-            )
-        finally:
-            stop_signals.ignore()
-    if not all_answered:
+    try:
+        with ExitStack() as cleanup:
+            try:
+                results = comparison.run(
+                    kind, num_requests, log_dir=log_dir, console=console, cleanup=cleanup
+                )
+            finally:
+                stop_signals.ignore()
+    except KeyboardInterrupt:
+        shutil.rmtree(log_dir)
+        raise
+    if any(result.failed for result in results):
         raise DemoError(f"not every request was answered; the logs are in {log_dir}")
     shutil.rmtree(log_dir)
+    PLOT.parent.mkdir(exist_ok=True)
+    save_plot(results, f"{len(results[0].outcomes)} requests, engines: {kind}", PLOT)
+    console.print(f"The plot is in {PLOT}.")
     return 0
 
 

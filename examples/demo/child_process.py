@@ -92,9 +92,13 @@ class ChildProcess:
         self._signal_group(signal.SIGKILL)
         self._reap()
 
+    def ask_to_stop(self) -> None:
+        """SIGTERM to the whole group, without waiting for what comes of it."""
+        self._signal_group(signal.SIGTERM)
+
     def stop(self, *, limit_s: float = 10.0) -> None:
         """SIGTERM to the whole group, SIGKILL to what is left of it after limit_s."""
-        self._signal_group(signal.SIGTERM)
+        self.ask_to_stop()
         poll_until(lambda: not self.members(), timeout_s=limit_s)
         self.kill()
 

@@ -22,6 +22,7 @@ TORCH_VERSION = "2.13.0"
 # What kvplug needs of an engine's environment and vLLM does not bring; see pyproject.toml.
 KVPLUG_NEEDS = ("xxhash>=3.4",)
 TINY_MODEL_SCRIPT = Path(__file__).with_name("tiny_model.py")
+TINY_TOKENIZER_SCRIPT = Path(__file__).with_name("tiny_tokenizer.py")
 STEP_LIMIT_S = 3600.0
 
 
@@ -39,20 +40,37 @@ def ensure_vllm() -> Path:
 
 
 def ensure_tiny_model(python: Path) -> Path:
-    """The folder of the tiny model; the script's hash is in its name, so a change makes a new."""
-    script_hash = hashlib.sha256(TINY_MODEL_SCRIPT.read_bytes()).hexdigest()[:12]
-    folder = cache_dir() / "models" / f"tiny-llama-{script_hash}"
+    """The folder of the tiny model; the scripts' hash is in its name, so a change makes a new."""
+    folder = cache_dir() / "models" / f"tiny-llama-{_script_hash()}"
     with locked(folder):
         if not folder.exists():
             _make_tiny_model(python, folder)
     return folder
 
 
+def ensure_tiny_tokenizer() -> Path:
+    """The folder of the tiny model's tokenizer alone, made in this process: no engine needed."""
+    folder = cache_dir() / "models" / f"tiny-tokenizer-{_script_hash()}"
+    with locked(folder):
+        if not folder.exists():
+            from examples.demo.tiny_tokenizer import save_tokenizer
+
+            unfinished = folder.with_name(f"{folder.name}.unfinished")
+            save_tokenizer(str(unfinished))
+            unfinished.rename(folder)
+    return folder
+
+
+def _script_hash() -> str:
+    scripts = TINY_MODEL_SCRIPT.read_bytes() + TINY_TOKENIZER_SCRIPT.read_bytes()
+    return hashlib.sha256(scripts).hexdigest()[:12]
+
+
 def _make_environment(folder: Path, python: Path) -> None:
     base = find_base_python(f"vLLM {VLLM_VERSION}")
     print(
         f"Making an environment with vLLM {VLLM_VERSION} in {folder}: once, 3.4 GB, "
-        "a minute or two plus the download",
+        "two to four minutes plus the download",
         flush=True,
     )
     # In place and not renamed at the end: scripts in an environment know its path. The stamp,

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from examples.demo.child_process import ChildProcess
 from examples.demo.endpoint import LOOPBACK, Endpoint
+from examples.demo.engine_server import EngineServer
 from examples.demo.ports import free_ports
-from examples.demo.vllm_server import VllmServer
 
 START_LIMIT_S = 60.0
 
@@ -25,7 +25,7 @@ class RouterProcess:
     def __init__(
         self,
         mode: str,
-        engines: Sequence[VllmServer],
+        engines: Sequence[EngineServer],
         *,
         model_dir: Path,
         log_dir: Path,
@@ -37,7 +37,7 @@ class RouterProcess:
         command = [
             *(sys.executable, "-m", "kvplug.router"),
             *("--host", LOOPBACK, "--port", str(port), "--mode", mode),
-            *("--block-size", str(engines[0].settings.block_size), "--tokenizer", str(model_dir)),
+            *("--block-size", str(engines[0].block_size), "--tokenizer", str(model_dir)),
             *(f"--worker={engine.url},events={engine.events_endpoint}" for engine in engines),
             *extra_flags,
         ]

@@ -5,21 +5,18 @@ Out: an OpenAI server with KV events over ZMQ, as a child process that can be ki
 again on the same ports.
 """
 
-import http.client
+import http
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from examples.demo.child_process import ChildProcess, poll_until
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.errors import DemoError
+from examples.demo.endpoint import LOOPBACK
+from examples.demo.engine_server import MODEL_NAME, EngineServer
 from examples.demo.ports import free_ports
 from examples.demo.sglang_env import torch_extensions_dir
-from examples.demo.vllm_server import FOREIGN_ENV, MODEL_NAME, START_LIMIT_S
+from examples.demo.vllm_server import FOREIGN_ENV
 
 # One thread is enough for a tiny model; nothing is asked from a hub, nothing is compiled but the
 # block hashes; whatever SGLang wants an address for stays on loopback.
@@ -39,7 +36,7 @@ ENGINE_ENV = {
 class SglangSettings:
     """What a server is started with; `block_size` is SGLang's page size.
 
-    `publisher` is "zmq", or "kvplug" where that is installed in the engine's environment.
+    plugin: a folder that has kvplug installed; with it, kvplug publishes the events.
     """
 
     python: Path
@@ -48,86 +45,24 @@ class SglangSettings:
     max_model_len: int = 1024
     block_size: int = 32
     max_num_seqs: int = 16
-    publisher: str = "zmq"
+    plugin: Path | None = None
     extra_events_config: Mapping[str, object] = field(default_factory=dict)
     extra_flags: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
 
 
-class SglangServer:
+class SglangServer(EngineServer):
     """An SGLang server; its ports are chosen once and kept over restarts."""
 
+    reset_path = "/flush_cache"
+
     def __init__(self, name: str, settings: SglangSettings, *, log_dir: Path) -> None:
-        self.name = name
-        self.settings = settings
-        http_port, self._events_port, self._replay_port = free_ports(3)
-        self._endpoint = Endpoint(http_port)
-        self._process = ChildProcess(
-            name, self._command(), log_path=log_dir / f"{name}.log", env=self._env()
-        )
+        self.settings, self.name = settings, name
+        super().__init__(name, settings.block_size, free_ports(3), log_dir)
 
-    @property
-    def url(self) -> str:
-        """Where the OpenAI API is."""
-        return self._endpoint.url
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The same, to ask for more than the OpenAI API has."""
-        return self._endpoint
-
-    @property
-    def events_endpoint(self) -> str:
-        """Where KV events are published."""
-        return f"tcp://{LOOPBACK}:{self._events_port}"
-
-    @property
-    def replay_endpoint(self) -> str:
-        """Where past KV events can be asked for."""
-        return f"tcp://{LOOPBACK}:{self._replay_port}"
-
-    @property
-    def log_path(self) -> Path:
-        """What the server writes; restarts add to it."""
-        return self._process.log_path
-
-    @property
-    def process(self) -> ChildProcess:
-        """The process group behind the server."""
-        return self._process
-
-    def start(self) -> None:
-        """Start the server; `wait_ready` waits for it, so that several can start side by side."""
-        self._process.start()
-
-    def wait_ready(self, timeout_s: float = START_LIMIT_S) -> None:
-        """Wait until requests are taken; raise with the log's end if that does not come."""
-        self._process.wait_until(self._endpoint.is_healthy, "take requests", timeout_s=timeout_s)
-
-    def kill(self) -> None:
-        """End the server and all its processes without a warning."""
-        self._process.kill()
-
-    def stop(self, *, limit_s: float = 10.0) -> None:
-        """Ask the server to end, and see to it after limit_s."""
-        self._process.stop(limit_s=limit_s)
-
-    def empty_cache(self, *, timeout_s: float = 30.0) -> None:
-        """Forget all cached blocks; the followers of the events hear of it at once."""
-        if not poll_until(self._flush_cache, timeout_s=timeout_s):
-            raise DemoError(f"{self.name} did not empty its cache; its log is {self.log_path}")
-
-    def complete(self, prompt: str, *, max_tokens: int) -> str:
-        """The model's continuation of a prompt, asked for without a router."""
-        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
-        reply = self._endpoint.post("/v1/completions", body)
-        if reply.status != http.HTTPStatus.OK:
-            raise DemoError(f"{self.name} answered {reply.status}; its log is {self.log_path}")
-        return str(reply.body["choices"][0]["text"])
-
-    def _flush_cache(self) -> bool:
-        # Refused while a request still holds blocks, which may be a moment after its answer.
-        return self._endpoint.post("/flush_cache").status == http.HTTPStatus.OK
+    def _reset_prefix_cache(self) -> bool:
+        # The answer is a sentence. Refused while a request still holds blocks.
+        return self._endpoint.post(self.reset_path).status == http.HTTPStatus.OK
 
     def _command(self) -> list[str]:
         settings = self.settings
@@ -157,7 +92,7 @@ class SglangServer:
         # Without `bind`, SGLang's own publisher connects to an address that is not a wildcard. In
         # Dynamo's format a block's hash depends on all that keeps requests apart.
         config = {
-            "publisher": self.settings.publisher,
+            "publisher": "kvplug" if self.settings.plugin else "zmq",
             "endpoint": self.events_endpoint,
             "bind": True,
             "replay_endpoint": self.replay_endpoint,
@@ -172,16 +107,5 @@ class SglangServer:
         # The extension that SGLang compiles is built by the environment's own ninja.
         path = f"{self.settings.python.parent}{os.pathsep}{inherited.get('PATH', os.defpath)}"
         mine = {"TORCH_EXTENSIONS_DIR": str(torch_extensions_dir()), "PATH": path}
-        return {**inherited, **ENGINE_ENV, **mine, **self.settings.extra_env}
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
+        plugin = {"PYTHONPATH": str(self.settings.plugin)} if self.settings.plugin else {}
+        return {**inherited, **ENGINE_ENV, **mine, **plugin, **self.settings.extra_env}

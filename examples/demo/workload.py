@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pydoc_data.topics import topics
 from typing import Any
 
-from examples.demo.vllm_server import MODEL_NAME
+from examples.demo.engine_server import MODEL_NAME
 
 NUM_DOCUMENTS = 16
 # 560 to 780 of the tiny model's tokens, about 20 full blocks: a prompt stays below 1024 tokens.
@@ -48,15 +48,17 @@ QUESTIONS = (
 ChatRequest = Mapping[str, Any]
 
 
-def documents() -> list[str]:
+def documents(num_documents: int = NUM_DOCUMENTS) -> list[str]:
     """Passages of equal length from different topics."""
     long_enough = [name for name in sorted(topics) if len(topics[name]) >= DOCUMENT_CHARS]
-    return [topics[name][:DOCUMENT_CHARS] for name in long_enough[:NUM_DOCUMENTS]]
+    return [topics[name][:DOCUMENT_CHARS] for name in long_enough[:num_documents]]
 
 
-def make_requests(num_requests: int, *, seed: int = SEED) -> list[ChatRequest]:
+def make_requests(
+    num_requests: int, num_documents: int = NUM_DOCUMENTS, *, seed: int = SEED
+) -> list[ChatRequest]:
     """Every document as often as the others, its questions in turn, in a shuffled order."""
-    texts = documents()
+    texts = documents(num_documents)
     requests = [
         chat_request(texts[i % len(texts)], QUESTIONS[i // len(texts) % len(QUESTIONS)])
         for i in range(num_requests)

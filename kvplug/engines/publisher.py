@@ -25,7 +25,7 @@ from kvplug.engines.replay import History, ReplayServer
 from kvplug.errors import ConfigError
 
 STOP_LIMIT_S: Final = 1.0
-"""How long `shutdown` waits for what is queued, and again for subscribers that still read."""
+"""How long `shutdown` waits for what is queued, for a replay, for subscribers that still read."""
 
 _END: Final = None
 _Queued = tuple[int, Any] | None
@@ -101,7 +101,7 @@ class Publisher:
             self._queue.put((number, batch))
 
     def shutdown(self) -> None:
-        """Send what is queued and close, within about two seconds; again is harmless."""
+        """Send what is queued and close, in three seconds at worst; again is harmless."""
         if self._stopping:
             return
         self._stopping = True

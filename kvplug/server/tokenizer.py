@@ -14,16 +14,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvplug.errors import TokenizerError
-from kvplug.hashing import Tokens
 from kvplug.server.chat_messages import Json, flag, refusal
 from kvplug.server.chat_template import ChatTemplates
+
+if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
+    from kvplug.hashing import Tokens
 
 _U32_MAX = 2**32 - 1
 # transformers 5 builds these anew, from the vocabulary alone, for models of type "llama".

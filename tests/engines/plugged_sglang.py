@@ -12,6 +12,7 @@ import socket
 import struct
 from pathlib import Path
 
+from examples.demo.endpoint import Endpoint
 from examples.demo.sglang_server import SglangServer, SglangSettings
 
 ORACLE = Path(__file__).with_name("sglang_oracle_plugin")
@@ -21,8 +22,8 @@ BLOCK_SIZE, NUM_BLOCKS = 32, 64
 class PluggedSglang:
     """One server; a context manager that waits until it serves and stops it at the end."""
 
-    def __init__(self, python, model_dir, plugins, folder, **more):
-        path = os.pathsep.join([str(plugins), str(ORACLE)])
+    def __init__(self, python, model_dir, plugin, folder, *, is_stock=False, events=()):
+        path = os.pathsep.join([str(plugin), str(ORACLE)])
         self._oracle = folder / f"oracle.{len(list(folder.iterdir()))}"  # a socket is bound once
         env = {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._oracle)}
         settings = SglangSettings(
@@ -30,10 +31,12 @@ class PluggedSglang:
             model_dir=model_dir,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
+            plugin=None if is_stock else plugin,
+            extra_events_config=dict(events),
             extra_env=env,
-            **{"publisher": "kvplug"} | more,
         )
         self.server = SglangServer("sglang", settings, log_dir=folder)
+        self.endpoint = Endpoint(int(self.server.url.rpartition(":")[2]))
         self.sequences = set()
 
     def __enter__(self):
@@ -57,7 +60,7 @@ class PluggedSglang:
         body = {"input_ids": prompts, "sampling_params": sampling}
         if salt is not None:
             body["cache_salt"] = salt
-        reply = self.server.endpoint.post("/generate", body, timeout_s=120)
+        reply = self.endpoint.post("/generate", body, timeout_s=120)
         assert reply.status == 200, reply
         for prompt, answer in zip(prompts, reply.body, strict=True):
             self.sequences.add(((*prompt, *answer["output_ids"]), salt))

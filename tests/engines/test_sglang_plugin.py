@@ -7,26 +7,27 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
+from examples.demo.endpoint import LOOPBACK
+from examples.demo.plugin_env import ensure_plugin
 from kvplug import Rank, Router, RouterConfig
 from kvplug.events import Namespace
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
 from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
-from tests.engines.plugged_vllm import LOOPBACK, install_kvplug
 from tests.plugs.stock_client import StockClient, wait_until
 
 RANK = Rank("engine", 0)
 
 
 @pytest.fixture(scope="module")
-def plugins(sglang_python, tmp_path_factory):
-    return install_kvplug(sglang_python, tmp_path_factory.mktemp("kvplug"))
+def plugin(sglang_python):
+    return ensure_plugin(sglang_python)
 
 
 @pytest.fixture
-def serve(sglang_python, sglang_model, plugins, tmp_path):
-    return lambda **more: PluggedSglang(sglang_python, sglang_model, plugins, tmp_path, **more)
+def serve(sglang_python, sglang_model, plugin, tmp_path):
+    return lambda **more: PluggedSglang(sglang_python, sglang_model, plugin, tmp_path, **more)
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def check_discovery(engine, oracle):
         int(endpoint.rpartition(":")[2])
         for endpoint in (server.events_endpoint, server.replay_endpoint)
     )
-    assert server.endpoint.get("/server_info").body["kv_events"] == {
+    assert engine.endpoint.get("/server_info").body["kv_events"] == {
         "publisher": "kvplug",
         "endpoint_host": LOOPBACK,
         "endpoint_port_base": port,
@@ -158,15 +159,14 @@ def check_replay(engine):
 
 @pytest.mark.parametrize("events_format", ["dynamo", "default"])
 def test_the_events_are_those_of_the_stock_publisher(serve, events_format):
-    streams = [stream_of(serve, name, events_format) for name in ("kvplug", "zmq")]
+    streams = [stream_of(serve, is_stock, events_format) for is_stock in (False, True)]
     assert streams[0] == streams[1]
     assert len(streams[0]) > 10
 
 
-def stream_of(serve, publisher, events_format):
+def stream_of(serve, is_stock, events_format):
     """All events of a workload, in order: into which batches they fall is a matter of time."""
-    config = {"format": events_format}
-    with serve(publisher=publisher, extra_events_config=config) as engine:
+    with serve(is_stock=is_stock, events={"format": events_format}) as engine:
         rnd = random.Random(9)
         prefix = tokens(rnd, 256)
         for salt in (None, "tenant", None, "tenant", None):
@@ -219,7 +219,7 @@ def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
     ],
 )
 def test_a_config_that_cannot_work_is_named_and_the_engine_serves(serve, config, line):
-    with serve(extra_events_config=config) as engine:
+    with serve(events=config) as engine:
         engine.generate([[10, 11, 12]])
         log = engine.log()
     [named] = [each for each in log.splitlines() if "kvplug: the engine serves without" in each]

@@ -43,7 +43,7 @@ def apart(engine, follows, rank=0):
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_vllm_serve_publishes_what_it_caches(serve, start_method):
     replay = "tcp://127.0.0.1:0"
-    env = {"VLLM_WORKER_MULTIPROC_METHOD": start_method}
+    env = {"ORACLE_START_METHOD": start_method}
     with serve(env=env, events={"replay_endpoint": replay}) as engine, following(engine) as follows:
         workload(engine, random.Random(7))
         follows.settle(engine)

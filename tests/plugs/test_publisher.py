@@ -1,6 +1,7 @@
 """The engine's side of the event stream, on real sockets: the wire, the gaps, never a wait."""
 
 import errno
+import itertools
 import logging
 import multiprocessing
 import socket
@@ -99,6 +100,22 @@ def test_a_replay_has_the_last_buffer_steps(client, buffer_steps, numbers):
         wait_until(lambda: shell.publisher.num_sent == 10, "all are sent")
         replayed = client.replay(shell.publisher.replay_endpoint, first=0)
     assert [number for _, number, _ in replayed] == numbers
+
+
+def test_replays_are_whole_while_batches_go_out(client):
+    with publishing(buffer_steps=100) as shell:
+        publisher = shell.publisher
+        replays = []
+        while len(replays) < 20:
+            for _ in range(50):
+                shell.publish(clear())
+            replays.append(client.replay(publisher.replay_endpoint, first=0))
+        wait_until(lambda: publisher.num_sent == publisher.num_published, "all are sent")
+        replays.append(client.replay(publisher.replay_endpoint, first=0))
+    for replay in replays:
+        numbers = [number for _, number, _ in replay]
+        assert all(later == number + 1 for number, later in itertools.pairwise(numbers))
+    assert len(replays[-1]) == 100
 
 
 def test_what_is_no_replay_request_is_passed_over(client):

@@ -1,0 +1,133 @@
+"""Bodies of OpenAI's API to what a simulated engine is asked for.
+
+In:  the JSON body of /v1/completions or /v1/chat/completions.   Out: Ask, or a RequestError.
+
+What shapes the answer's text (temperature, stop, logprobs and so on) is read over: there is no
+model. What would change how much is generated (`n`, `best_of`) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvplug.errors import TokenizerError
+from kvplug.sim.block_hashes import Lora
+from kvplug.sim.tokenizer import Body, Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and vLLM's
+
+
+class RequestError(Exception):
+    """Answer with this status and message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options` of a body."""
+
+    include_usage: bool = False
+
+
+class _Fields(msgspec.Struct, frozen=True):
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One or several prompts, each to be answered by max_tokens tokens."""
+
+    model: str
+    lora: Lora | None
+    prompts: tuple[Sequence[int], ...]
+    max_tokens: tuple[int, ...]
+    salt: str
+    is_chat: bool
+    is_stream: bool
+    includes_usage: bool
+
+
+class AskReader:
+    """Knows the tokenizer, the models and the longest request."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, models: Mapping[str, Lora | None], max_model_len: int
+    ) -> None:
+        self._tokenizer, self._models, self._max_model_len = tokenizer, models, max_model_len
+
+    def read(self, raw: bytes, *, is_chat: bool) -> Ask:
+        """The body of a completion or a chat."""
+        body = json_object(raw)
+        fields = _fields(body)
+        model = self._model(fields.model)
+        prompts = self.prompts(body, is_chat=is_chat)
+        return Ask(
+            model=model,
+            lora=self._models[model],
+            prompts=prompts,
+            max_tokens=tuple(self._max_tokens(fields, prompt, is_chat) for prompt in prompts),
+            salt=fields.cache_salt or "",
+            is_chat=is_chat,
+            is_stream=fields.stream,
+            includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        )
+
+    def prompts(self, body: Body, *, is_chat: bool) -> tuple[Sequence[int], ...]:
+        """Token ids of the body's prompts."""
+        try:
+            if is_chat:
+                return (self._tokenizer.chat(body),)
+            return tuple(self._tokenizer.completion(body))
+        except TokenizerError as error:
+            raise RequestError(400, str(error)) from error
+
+    def _model(self, name: str | None) -> str:
+        model = next(iter(self._models)) if name is None else name
+        if model not in self._models:
+            raise RequestError(404, f"The model `{model}` does not exist.")
+        return model
+
+    def _max_tokens(self, fields: _Fields, prompt: Sequence[int], is_chat: bool) -> int:
+        """The number asked for, or all that fits; a short answer for a completion."""
+        num_left = self._max_model_len - len(prompt)
+        asked = fields.max_tokens
+        if is_chat and fields.max_completion_tokens is not None:
+            asked = fields.max_completion_tokens
+        if asked is None:
+            asked = num_left if is_chat else min(_DEFAULT_COMPLETION_TOKENS, num_left)
+        if len(prompt) < 1 or asked < 1 or asked > num_left:
+            raise RequestError(
+                400,
+                f"This model's maximum context length is {self._max_model_len} tokens; the prompt "
+                f"has {len(prompt)} (at least 1) and max_tokens is {asked} (at least 1)",
+            )
+        return asked
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The body as a dict."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body must be a JSON object: {error}") from error
+
+
+def _fields(body: Body) -> _Fields:
+    try:
+        fields = msgspec.convert(body, _Fields)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, f"the body does not fit: {error}") from error
+    if (fields.n or 1) != 1 or (fields.best_of or 1) != 1:
+        raise RequestError(400, "n and best_of must be 1: a simulated engine answers once")
+    return fields

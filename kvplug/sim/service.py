@@ -1,0 +1,133 @@
+"""EngineService: a simulated engine behind HTTP and ZMQ; start, serve, stop.
+
+In:  a SimConfig and a tokenizer.   Out: a listening engine, until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from aiohttp import web
+
+from kvplug.errors import TransportError
+from kvplug.events import EventBatch
+from kvplug.sim.api import Api
+from kvplug.sim.config import SimConfig
+from kvplug.sim.engine import SimulatedEngine
+from kvplug.sim.publisher import EventPublisher
+from kvplug.sim.runner import EngineRunner
+from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
+
+
+class EngineService:
+    """An async context manager; inside, `url` and the endpoints are where it listens."""
+
+    def __init__(self, config: SimConfig, tokenizer: Tokenizer | None = None) -> None:
+        self.config = config
+        self._tokenizer = tokenizer or ByteTokenizer()
+        self.engine = SimulatedEngine(
+            config.scheduler, config.time_model, vocabulary=self._tokenizer.vocabulary
+        )
+        self.events_endpoint: str | None = None
+        self.replay_endpoint: str | None = None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as started:
+            runner = EngineRunner(self.engine, self._start_publishing(started))
+            self.stepping = await started.enter_async_context(_as_task(runner))
+            api = Api(self.config, runner, self._tokenizer)
+            self._runner = web.AppRunner(
+                api.application,
+                handler_cancellation=True,
+                shutdown_timeout=self.config.grace_s,
+                access_log=None,
+            )
+            started.push_async_callback(self._runner.cleanup)
+            await self._listen()
+            self._started = started.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._started.aclose()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the port that was taken."""
+        host, port = self._runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def addresses(self) -> dict[str, str | None]:
+        """What a caller needs to reach it."""
+        return {"url": self.url, "events": self.events_endpoint, "replay": self.replay_endpoint}
+
+    def _start_publishing(self, started: AsyncExitStack) -> Callable[[EventBatch], None]:
+        if self.config.events_endpoint is None:
+            return _publish_nowhere
+        publisher = started.enter_context(
+            EventPublisher(
+                self.config.events_endpoint,
+                replay_endpoint=self.config.replay_endpoint,
+                topic=self.config.topic,
+                buffer_steps=self.config.buffer_steps,
+            )
+        )
+        self.events_endpoint = publisher.endpoint
+        self.replay_endpoint = publisher.replay_endpoint
+        return publisher.publish
+
+    async def _listen(self) -> None:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.config.host, self.config.port)
+        try:
+            await site.start()
+        except OSError as error:
+            address = f"{self.config.host}:{self.config.port}"
+            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+
+
+def _publish_nowhere(batch: EventBatch) -> None:
+    """For an engine without an events endpoint."""
+
+
+@asynccontextmanager
+async def _as_task(runner: EngineRunner) -> AsyncIterator[asyncio.Task[None]]:
+    stepping = asyncio.create_task(runner.run(), name="step-engine")
+    try:
+        yield stepping
+    finally:
+        stepping.cancel()
+        with suppress(asyncio.CancelledError):
+            await stepping
+
+
+async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends at once. Says on stdout where it listens."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _stop_or_abort, stopping)
+    async with EngineService(config, tokenizer) as service:
+        sys.stdout.write(msgspec.json.encode(service.addresses()).decode() + "\n")
+        sys.stdout.flush()
+        stopped = asyncio.create_task(stopping.wait())
+        # A fault in a step must not leave an engine that takes requests and answers none.
+        await asyncio.wait({stopped, service.stepping}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+
+def _stop_or_abort(stopping: asyncio.Event) -> None:
+    if stopping.is_set():
+        raise SystemExit(1)
+    stopping.set()

@@ -1,0 +1,139 @@
+"""`python -m examples.demo`: exit codes, and nothing left behind when it is stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo.__main__ import main
+from examples.demo.child_process import group_members
+
+ROOT = Path(__file__).parents[2]
+
+# The real command with a stand-in for the comparison: a child that stays, then what MODE says.
+STAND_IN = """
+import asyncio, os, signal, sys
+from examples.demo import __main__, comparison
+from examples.demo.child_process import ChildProcess
+from examples.demo.client import Completed, Failed
+from examples.demo.errors import DemoError
+from examples.demo.report import PolicyResult
+
+MODE = sys.argv[1]
+
+def stand_in(kind, num_requests, *, log_dir, console, cleanup):
+    child = ChildProcess("child", ["sleep", "600"], log_path=log_dir / "child.log")
+    cleanup.enter_context(child)
+    group_id = os.getpgid(child.members()[0])
+    if MODE == "block":
+        with comparison.progress_bar(console, "waiting", 1):
+            print(group_id, log_dir, flush=True)
+            signal.pause()
+    if MODE == "asyncio":
+        asyncio.run(wait_for_ever(group_id, log_dir))
+    print(group_id, log_dir, flush=True)
+    if MODE == "fail":
+        raise DemoError("vllm-0 ended with status 1; its log is somewhere")
+    outcome = Completed(0.1, 0.2, 64, 32) if MODE == "answered" else Failed("status 503")
+    return [PolicyResult(policy, [outcome], 1.0) for policy in comparison.POLICIES]
+
+async def wait_for_ever(group_id, log_dir):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.sleep(600))
+        print(group_id, log_dir, flush=True)
+
+comparison.run = stand_in
+sys.exit(__main__.main(["--requests", "1"]))
+"""
+
+
+class Demo:
+    """The stand-in, running."""
+
+    def __init__(self, mode, tmp_path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STAND_IN, mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,  # where the plot goes
+            env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        )
+
+    def wait_started(self):
+        group_id, log_dir = self.process.stdout.readline().split()
+        self.group_id, self.log_dir = int(group_id), Path(log_dir)
+
+    def end(self):
+        """The exit code and what was said on standard error."""
+        _, said = self.process.communicate(timeout=30)
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def run_demo(tmp_path):
+    demos = []
+
+    def run(mode):
+        demos.append(Demo(mode, tmp_path))
+        demos[-1].wait_started()
+        return demos[-1]
+
+    yield run
+    for demo in demos:
+        demo.process.kill()
+        demo.process.communicate()
+
+
+@pytest.mark.parametrize("mode", ["block", "asyncio"])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything(run_demo, mode, signum, code):
+    demo = run_demo(mode)
+    assert group_members(demo.group_id)
+    demo.process.send_signal(signum)
+    assert demo.end() == (code, f"stopped by {signum.name}\n")
+    assert group_members(demo.group_id) == []
+    assert not demo.log_dir.exists()
+
+
+def test_a_failure_is_one_sentence(run_demo):
+    demo = run_demo("fail")
+    sentence = "the demo cannot go on: vllm-0 ended with status 1; its log is somewhere\n"
+    assert demo.end() == (1, sentence)
+    assert group_members(demo.group_id) == []
+    assert demo.log_dir.exists()
+
+
+def test_unanswered_requests_are_a_failure(run_demo):
+    demo = run_demo("unanswered")
+    code, said = demo.end()
+    assert code == 1
+    assert f"the logs are in {demo.log_dir}" in said
+
+
+def test_success_leaves_nothing(run_demo):
+    demo = run_demo("answered")
+    assert demo.end() == (0, "")
+    assert group_members(demo.group_id) == []
+    assert not demo.log_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--engine", "no-such"], ["--requests", "0"], ["--requests", "ten"], ["--no-such-flag"]],
+)
+def test_a_wrong_flag_is_refused(flags):
+    command = [sys.executable, "-m", "examples.demo", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "usage:" in result.stderr
+
+
+def test_help_is_given(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    assert "--engine" in capsys.readouterr().out
