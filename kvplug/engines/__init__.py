@@ -1,6 +1,8 @@
 """Fourth floor: the plugs. What runs inside an engine's process; everything else runs beside it.
 
 vllm       vLLM's side: registers the publisher `kvplug`
+sglang     SGLang's side: the same
+settings   what either of them was started with
 publisher  batches from the engine's thread to sockets, without ever holding the engine up
 replay     past batches again, for a follower that missed some
 binding    a socket and its address, tried again while the address is taken

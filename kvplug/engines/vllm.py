@@ -10,22 +10,19 @@ Where the config is made before vLLM loads its plug-ins, as in `LLM(kv_events_co
 from __future__ import annotations
 
 import logging
-import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from kvplug.engines.publisher import Publisher, PublisherConfig
-from kvplug.errors import KvplugError
+from kvplug.engines.settings import read_config, set_log_level, warn
 
 if TYPE_CHECKING:
     from vllm.config.kv_events import KVEventsConfig
     from vllm.distributed.kv_events import EventBatch, EventPublisher
 
 NAME: Final = "kvplug"
-LOG_LEVEL: Final = "KVPLUG_LOG_LEVEL"
-_LEVELS: Final = ("debug", "info", "warning", "error")
 
 # Below vLLM's own logger, so that its handler and its format apply.
 logger = logging.getLogger("vllm.kvplug")
@@ -41,7 +38,7 @@ def register() -> None:
         _accept_name()
         _offer_publisher()
     except Exception as error:  # noqa: BLE001  # vLLM's insides may have changed in any way
-        _warn(f"vLLM goes on without the publisher {NAME!r}", error)
+        warn(logger, f"vLLM goes on without the publisher {NAME!r}", error)
 
 
 def _accept_name() -> None:
@@ -71,13 +68,13 @@ def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> Even
     from vllm.distributed.kv_events import EventPublisher, NullEventPublisher
 
     try:
-        _set_log_level(os.environ.get(LOG_LEVEL))
-        config = msgspec.convert(_known(settings), PublisherConfig)
+        set_log_level(logger)
+        config = read_config(settings, logger)
         # vLLM's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
         return kind(config, data_parallel_rank)
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
-        _warn("the engine serves without KV events", error)
+        warn(logger, "the engine serves without KV events", error)
         return NullEventPublisher()
 
 
@@ -112,34 +109,3 @@ class VllmPublisher:
         if batch.data_parallel_rank is None:
             batch.data_parallel_rank = self._data_parallel_rank
         return self._pack.encode(batch)
-
-
-def _known(settings: dict[str, object]) -> dict[str, object]:
-    known = {field.name for field in fields(PublisherConfig)}
-    if unknown := sorted(settings.keys() - known):
-        logger.warning(
-            "kvplug: these settings of --kv-events-config have no effect: %s; expected only %s",
-            ", ".join(unknown),
-            ", ".join(sorted(known)),
-        )
-    return {name: value for name, value in settings.items() if name in known}
-
-
-def _set_log_level(level: str | None) -> None:
-    if not level:
-        return
-    if level.lower() in _LEVELS:
-        logger.setLevel(level.upper())
-    else:
-        logger.warning(
-            "kvplug: %s is ignored: expected one of %s, got %r",
-            LOG_LEVEL,
-            ", ".join(_LEVELS),
-            level,
-        )
-
-
-def _warn(consequence: str, error: Exception) -> None:
-    # What we did not foresee is told with its traceback.
-    unforeseen = None if isinstance(error, KvplugError) else error
-    logger.warning("kvplug: %s: %s", consequence, error, exc_info=unforeseen)

@@ -1,8 +1,9 @@
-"""Real engines: an environment with vLLM and a tiny model, made once and kept in the cache."""
+"""Real engines: environments with vLLM and SGLang and a tiny model, made once and kept."""
 
 import pytest
 
 from examples.demo.engine_env import ensure_tiny_model, ensure_vllm
+from examples.demo.sglang_env import ensure_sglang
 from examples.demo.vllm_server import VllmServer, VllmSettings
 
 
@@ -21,6 +22,16 @@ def vllm_python():
 @pytest.fixture(scope="session")
 def tiny_model(vllm_python):
     return ensure_tiny_model(vllm_python)
+
+
+@pytest.fixture(scope="session")
+def sglang_python():
+    return ensure_sglang()
+
+
+@pytest.fixture(scope="session")
+def sglang_model(sglang_python):
+    return ensure_tiny_model(sglang_python)
 
 
 @pytest.fixture(scope="module")

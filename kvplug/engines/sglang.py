@@ -1,0 +1,123 @@
+"""SGLang's side: the publisher `kvplug` for --kv-events-config.
+
+In:  the entry point `sglang.srt.plugins`, which calls `register` in every process of SGLang.
+Out: a name that SGLang's EventPublisherFactory knows, and the publisher behind it.
+
+SGLang applies `format` where events are recorded, before they come here, and its config drops keys
+that it does not know. SGLang is imported only inside functions; read against SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvplug.engines.publisher import Publisher, PublisherConfig
+from kvplug.engines.settings import read_config, set_log_level, warn
+from kvplug.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.kv_events import EventBatch, EventPublisher
+
+NAME: Final = "kvplug"
+# Where a socket that is bound to every address is found from the same machine.
+_LOCAL_ADDRESS: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+# SGLang's handler and format are the root logger's.
+logger = logging.getLogger("sglang.kvplug")
+
+
+def register() -> None:
+    """Make SGLang know the publisher `kvplug`; again is harmless.
+
+    Starts no thread, socket or lock. What goes wrong is logged and SGLang goes on without us; it
+    refuses to start only if its config names a publisher that could not be registered.
+    """
+    try:
+        from sglang.srt.disaggregation.kv_events import EventPublisherFactory
+
+        if NAME not in EventPublisherFactory._registry:
+            EventPublisherFactory.register_publisher(NAME, create_publisher)
+    except Exception as error:  # noqa: BLE001  # SGLang's insides may have changed in any way
+        warn(logger, f"SGLang goes on without the publisher {NAME!r}", error)
+
+
+def create_publisher(
+    *, attn_dp_rank: int = 0, bind: bool | None = None, **settings: object
+) -> EventPublisher:
+    """What SGLang calls in each scheduler that publishes; a silent one if ours cannot be made."""
+    from sglang.srt.disaggregation.kv_events import EventPublisher, NullEventPublisher
+
+    try:
+        set_log_level(logger)
+        _require_bind(bind)
+        # SGLang's class comes last: it brings the defaults of methods that later versions may add.
+        kind = type("KvplugEventPublisher", (SglangPublisher, EventPublisher), {})
+        publisher = kind(read_config(settings, logger), attn_dp_rank)
+        atexit.register(publisher.shutdown)  # SGLang itself never calls it
+    except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
+        warn(logger, "the engine serves without KV events", error)
+        return NullEventPublisher()
+    else:
+        return publisher
+
+
+def _require_bind(bind: bool | None) -> None:
+    if bind is False:
+        raise ConfigError(
+            '--kv-events-config: expected "bind" true or left out: the publisher kvplug is '
+            'something to connect to and connects to nothing itself, as "zmq" can'
+        )
+
+
+class SglangPublisher:
+    """The methods of SGLang's EventPublisher, over a Publisher."""
+
+    def __init__(self, config: PublisherConfig, attn_dp_rank: int) -> None:
+        self._attn_dp_rank = attn_dp_rank
+        self._topic = config.topic
+        self._pack = msgspec.msgpack.Encoder()
+        self.publisher = Publisher(config, attn_dp_rank, self._encode, logger)
+
+    def publish(self, events: EventBatch) -> None:
+        """Hand over the events of one step; called on the scheduler's thread."""
+        self.publisher.publish(events)
+
+    def shutdown(self) -> None:
+        """Send what is queued and close."""
+        self.publisher.shutdown()
+
+    def describe_local_source(self, block_size: int) -> dict[str, object] | None:
+        """Where a process on the same machine finds the stream; None for what it cannot reach."""
+        endpoint = _local_endpoint(self.publisher.endpoint)
+        if endpoint is None:
+            return None
+        source: dict[str, object] = {
+            "dp_rank": self._attn_dp_rank,
+            "endpoint": endpoint,
+            "topic": self._topic,
+            "block_size": block_size,
+        }
+        replay_endpoint = _local_endpoint(self.publisher.replay_endpoint or "")
+        return source if replay_endpoint is None else source | {"replay_endpoint": replay_endpoint}
+
+    def _encode(self, batch: EventBatch) -> bytes:
+        if batch.attn_dp_rank is None:
+            batch.attn_dp_rank = self._attn_dp_rank
+        return self._pack.encode(batch)
+
+
+def _local_endpoint(endpoint: str) -> str | None:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":  # a name that starts with @ is not a file
+        return endpoint if address.startswith("@") else f"ipc://{Path(address).absolute()}"
+    if scheme != "tcp":
+        return None
+    host, _, port = address.rpartition(":")
+    if port in ("0", "*"):
+        return None  # not bound yet, so nobody knows the port
+    return f"tcp://{_LOCAL_ADDRESS.get(host, host)}:{port}"

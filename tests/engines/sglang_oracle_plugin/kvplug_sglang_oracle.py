@@ -1,0 +1,87 @@
+"""A plug-in for SGLang, in tests only: what the radix cache of a scheduler really holds.
+
+In:  a connection to the unix socket $ORACLE_SOCKET, a line of JSON: [[token ids, salt], ...].
+Out: how many leading tokens of each the tree holds, how many token slots the tree holds in all, and
+     what was published so far.
+
+The default tree is compiled and lists nothing by content, so it is asked, by the walk that a
+request's own prefix takes. What nobody asked for shows in the number of slots. Asking changes
+nothing and goes by no event.
+"""
+
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+from array import array
+
+TARGET = (
+    "sglang.srt.managers.scheduler_components.kv_events_publisher."
+    "SchedulerKvEventsPublisher.publish_kv_events"
+)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, publish_and_count, HookType.AROUND)
+
+
+def publish_and_count(publish_kv_events, component):
+    oracle = start_oracle(component.kv_event_publisher, component.tree_cache.tree_core)
+    publish_kv_events(component)
+    oracle.num_drains += 1
+
+
+@functools.cache
+def start_oracle(publisher, tree):
+    return Oracle(publisher, tree)
+
+
+class Oracle:
+    """Counts what the scheduler publishes, and asks its tree when asked."""
+
+    def __init__(self, publisher, tree):
+        self._publisher, self._tree = publisher, tree
+        self._publish = publisher.publish
+        publisher.publish = self._count_and_publish
+        self.num_drains = 0
+        self._num_batches, self._num_events = 0, {}
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.environ["ORACLE_SOCKET"])
+        listener.listen()
+        threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+
+    def _count_and_publish(self, batch):
+        self._num_batches += 1
+        for event in batch.events:
+            kind = type(event).__name__
+            self._num_events[kind] = self._num_events.get(kind, 0) + 1
+        self._publish(batch)
+
+    def _serve(self, listener):
+        while True:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rw") as line:
+                asked = json.loads(line.readline())
+                line.write(json.dumps(self._answer(asked)))
+
+    def _answer(self, asked):
+        return {
+            "num_drains": self.num_drains,
+            "num_batches": self._num_batches,
+            "num_events": self._num_events,
+            "publisher": type(self._publisher).__name__,
+            "source": self._publisher.describe_local_source(self._tree.page_size),
+            "tree": type(self._tree).__name__,
+            "numba_is_loaded": "numba" in sys.modules,
+            "num_slots": len(self._tree.all_values_flatten()),
+            "held": [self._held(tokens, salt) for tokens, salt in asked],
+        }
+
+    def _held(self, tokens, salt):
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return self._tree.match_full_device_prefix(RadixKey(array("q", tokens), cache_salt=salt))[0]

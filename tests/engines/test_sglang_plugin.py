@@ -1,0 +1,226 @@
+"""kvplug inside real SGLang: what is published is what is cached, and the engine never suffers."""
+
+import random
+import socket
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from examples.demo.endpoint import LOOPBACK
+from examples.demo.plugin_env import ensure_plugin
+from kvplug import Rank, Router, RouterConfig
+from kvplug.events import Namespace
+from kvplug.hashing import as_tokens, seed_of
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.listener import EventListener
+from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
+from tests.plugs.stock_client import StockClient, wait_until
+
+RANK = Rank("engine", 0)
+
+
+@pytest.fixture(scope="module")
+def plugin(sglang_python):
+    return ensure_plugin(sglang_python)
+
+
+@pytest.fixture
+def serve(sglang_python, sglang_model, plugin, tmp_path):
+    return lambda **more: PluggedSglang(sglang_python, sglang_model, plugin, tmp_path, **more)
+
+
+@contextmanager
+def following(engine):
+    """A router and the follower that feeds it."""
+    router = Router(RouterConfig(block_size=BLOCK_SIZE))
+    router.add_worker("engine")
+    follower = Follower(router, RANK)
+    listener = EventListener()
+    listener.start()
+    try:
+        listener.follow(follower, engine.server.events_endpoint, "kv@")
+        wait_until(lambda: follower.connected, "the event stream is connected")
+        yield router, follower
+    finally:
+        listener.stop()
+
+
+def settle(engine, follower):
+    """Wait until the engine has published what it did, and every batch of that has arrived."""
+    num_drains = engine.ask_oracle()["num_drains"]
+    # One may be under way; the next begins after the last answer was given.
+    wait_until(lambda: engine.ask_oracle()["num_drains"] >= num_drains + 2, "all is published")
+    num_batches = engine.ask_oracle()["num_batches"]
+    wait_until(lambda: follower.sequence.last == num_batches - 1, "every batch has arrived")
+
+
+def tokens(rnd, count):
+    return [rnd.randrange(10, 4000) for _ in range(count)]
+
+
+def workload(engine, rnd, *, num_rounds=40):
+    """Shared prefixes, evictions, twins that start together, a salt, flushes."""
+    prefixes = [tokens(rnd, 256) for _ in range(6)]
+    for round_ in range(num_rounds):
+        tail, twin = tokens(rnd, rnd.randrange(1, 90)), tokens(rnd, 160)
+        engine.generate(
+            [rnd.choice(prefixes) + tail, twin, twin],
+            max_tokens=rnd.choice([1, 40]),
+            salt=rnd.choice([None, None, "tenant"]),
+        )
+        if round_ in (9, 19):
+            engine.server.empty_cache()
+
+
+def predicted(router, prompt, salt):
+    """Cached tokens that the index expects: SGLang always computes the last token itself."""
+    seed = seed_of(Namespace("", salt or ""))
+    hashes = router.index.hasher.sequence_hashes(as_tokens(prompt), seed)
+    [depth] = router.index.overlap(hashes, now_s=0.0).depth
+    return min(int(depth), (len(prompt) - 1) // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def in_index(router):
+    router.index.check()
+    return {int(name) for name in router.index.engine_hashes_of(RANK)}
+
+
+def test_sglang_publishes_what_it_caches(serve):
+    with serve() as engine, following(engine) as (router, follower):
+        workload(engine, random.Random(7))
+        settle(engine, follower)
+        in_engine = engine.cached_blocks()
+        assert (len(in_engine - in_index(router)), len(in_index(router) - in_engine)) == (0, 0)
+        assert len(in_engine) > NUM_BLOCKS // 2
+        oracle = engine.ask_oracle()
+        assert oracle["publisher"] == "KvplugEventPublisher"
+        assert not oracle["numba_is_loaded"]
+        assert oracle["num_events"]["BlockRemoved"] > 20
+        assert oracle["num_events"]["AllBlocksCleared"] == 3  # one is the first of every server
+        assert (follower.sequence.num_missed, dict(follower.skipped)) == (0, {})
+        check_predictions(engine, router, follower)
+        check_discovery(engine, oracle)
+        check_replay(engine)
+
+
+def check_predictions(engine, router, follower):
+    known = [(list(ids), salt) for ids, salt in sorted(engine.sequences, key=repr)]
+    sample = random.Random(8).sample(known, 12)
+    num_cached = 0
+    for ids, salt in sample:
+        settle(engine, follower)
+        expected = predicted(router, ids, salt)
+        assert engine.generate([ids], salt=salt) == [expected]
+        num_cached += expected
+    assert num_cached > 0
+
+
+def check_discovery(engine, oracle):
+    server = engine.server
+    port, replay_port = (
+        int(endpoint.rpartition(":")[2])
+        for endpoint in (server.events_endpoint, server.replay_endpoint)
+    )
+    assert engine.endpoint.get("/server_info").body["kv_events"] == {
+        "publisher": "kvplug",
+        "endpoint_host": LOOPBACK,
+        "endpoint_port_base": port,
+        "topic": "kv@sglang@tiny-llama",
+        "block_size": BLOCK_SIZE,
+        "dp_size": 1,
+        "replay_endpoint_port_base": replay_port,
+    }
+    assert oracle["source"] == {
+        "dp_rank": 0,
+        "endpoint": server.events_endpoint,
+        "topic": "kv@sglang@tiny-llama",
+        "block_size": BLOCK_SIZE,
+        "replay_endpoint": server.replay_endpoint,
+    }
+
+
+def replayed(engine):
+    """[[events, rank], ...] from the engine's first batch on."""
+    client = StockClient()
+    try:
+        messages = client.replay(engine.server.replay_endpoint, first=0)
+    finally:
+        client.close()
+    assert [number for _, number, _ in messages] == list(range(len(messages)))
+    return [msgspec.msgpack.decode(payload)[1:] for _, _, payload in messages]
+
+
+def check_replay(engine):
+    batches = replayed(engine)
+    assert len(batches) == engine.ask_oracle()["num_batches"]
+    assert batches[0] == [[{"type": "AllBlocksCleared"}], 0]
+
+
+@pytest.mark.parametrize("events_format", ["dynamo", "default"])
+def test_the_events_are_those_of_the_stock_publisher(serve, events_format):
+    streams = [stream_of(serve, is_stock, events_format) for is_stock in (False, True)]
+    assert streams[0] == streams[1]
+    assert len(streams[0]) > 10
+
+
+def stream_of(serve, is_stock, events_format):
+    """All events of a workload, in order: into which batches they fall is a matter of time."""
+    with serve(is_stock=is_stock, events={"format": events_format}) as engine:
+        rnd = random.Random(9)
+        prefix = tokens(rnd, 256)
+        for salt in (None, "tenant", None, "tenant", None):
+            engine.generate([prefix + tokens(rnd, 60)], max_tokens=8, salt=salt)
+            for _ in range(3):
+                engine.generate([tokens(rnd, 500)])
+        num_drains = engine.ask_oracle()["num_drains"]
+        wait_until(lambda: engine.ask_oracle()["num_drains"] >= num_drains + 2, "all is published")
+        num_batches = engine.ask_oracle()["num_batches"]
+        wait_until(lambda: len(replayed(engine)) == num_batches, "all is sent")
+        assert {rank for _, rank in replayed(engine)} == {0}
+        return merged(event for events, _ in replayed(engine) for event in events)
+
+
+def merged(events):
+    """SGLang joins neighbours that fall into one batch: join them all."""
+    flat = []
+    for event in events:
+        kind = (event["type"], event.get("medium"), event.get("cache_salt"))
+        names, ids = event.get("block_hashes", [None]), event.get("token_ids")
+        for place, name in enumerate(names):
+            page = ids and ids[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
+            parent = (names[place - 1] if place else event["parent_block_hash"]) if ids else None
+            flat.append((*kind, name, parent, page))
+    return flat
+
+
+def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
+    engine = serve()
+    port = int(engine.server.events_endpoint.rpartition(":")[2])
+    with socket.create_server((LOOPBACK, port)):
+        engine.__enter__()
+    try:
+        with following(engine) as (router, follower):  # the engine takes the port once it is free
+            workload(engine, random.Random(10), num_rounds=3)
+            settle(engine, follower)
+            assert in_index(router) == engine.cached_blocks()
+        log = engine.log()
+    finally:
+        engine.server.stop()
+    assert log.count("kvplug: no stream of KV events at") == 1
+    assert log.count("Address already in use") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"endpoint": "tcp://nowhere"}, "'tcp://nowhere': expected tcp://ADDRESS:PORT"),
+        ({"bind": False}, 'expected "bind" true or left out'),
+    ],
+)
+def test_a_config_that_cannot_work_is_named_and_the_engine_serves(serve, config, line):
+    with serve(events=config) as engine:
+        engine.generate([[10, 11, 12]])
+        log = engine.log()
+    [named] = [each for each in log.splitlines() if "kvplug: the engine serves without" in each]
+    assert line in named
