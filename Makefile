@@ -47,7 +47,7 @@ test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks
 	$(BIN)/python -m tests.kernels.matrix
 
 .PHONY: test-engines
-test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted
+test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; real SGLang, served
 	$(BIN)/pytest -q -m engine --durations 5
 
 .PHONY: bench-thin
@@ -60,7 +60,7 @@ test: $(READY)  ## everything, real engines included
 	@$(MAKE) --no-print-directory test-fast
 	@echo 'make test 2/3: the kernels compiled, without JIT, with bounds checks, on two versions of numba'
 	@$(MAKE) --no-print-directory test-kernels
-	@echo 'make test 3/3: real vLLM in process and served, and the demo (the first run installs vLLM, 3.4 GB)'
+	@echo 'make test 3/3: real vLLM and SGLang, and the demo (the first run installs the engines, 6.1 GB)'
 	@$(MAKE) --no-print-directory test-engines
 
 .PHONY: bench-engine

@@ -22,10 +22,12 @@ BLOCK_SIZE, NUM_BLOCKS = 32, 64
 class PluggedSglang:
     """One server; a context manager that waits until it serves and stops it at the end."""
 
-    def __init__(self, python, model_dir, plugin, folder, *, is_stock=False, events=()):
+    def __init__(self, python, model_dir, plugin, folder, *, is_stock=False, events=(), dp_size=1):
         path = os.pathsep.join([str(plugin), str(ORACLE)])
         self._oracle = folder / f"oracle.{len(list(folder.iterdir()))}"  # a socket is bound once
-        env = {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._oracle)}
+        cores = "|".join(str(rank) for rank in range(dp_size))  # SGLang wants to know, rank by rank
+        env = {"SGLANG_CPU_OMP_THREADS_BIND": cores} if dp_size > 1 else {}
+        env |= {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._oracle)}
         settings = SglangSettings(
             python=python,
             model_dir=model_dir,
@@ -33,6 +35,7 @@ class PluggedSglang:
             block_size=BLOCK_SIZE,
             plugin=None if is_stock else plugin,
             extra_events_config=dict(events),
+            extra_flags=("--dp-size", str(dp_size)),
             extra_env=env,
         )
         self.server = SglangServer("sglang", settings, log_dir=folder)
@@ -66,19 +69,19 @@ class PluggedSglang:
             self.sequences.add(((*prompt, *answer["output_ids"]), salt))
         return [answer["meta_info"]["cached_tokens"] for answer in reply.body]
 
-    def ask_oracle(self, sequences=()):
+    def ask_oracle(self, sequences=(), *, rank=0):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(30)
-            connection.connect(str(self._oracle))
+            connection.connect(f"{self._oracle}.{rank}")
             with connection.makefile("rw") as line:
                 line.write(json.dumps(list(sequences)) + "\n")
                 line.flush()
                 return json.loads(line.read())
 
-    def cached_blocks(self):
-        """The names of the blocks that the tree holds; fails if it holds others as well."""
+    def cached_blocks(self, rank=0):
+        """The names of the blocks that a tree holds; fails if it holds others as well."""
         asked = sorted(self.sequences, key=repr)
-        answer = self.ask_oracle(asked)
+        answer = self.ask_oracle(asked, rank=rank)
         blocks = set()
         for (tokens, salt), num_held in zip(asked, answer["held"], strict=True):
             assert num_held % BLOCK_SIZE == 0

@@ -17,8 +17,6 @@ from kvplug.ingest.listener import EventListener
 from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
 from tests.plugs.stock_client import StockClient, wait_until
 
-RANK = Rank("engine", 0)
-
 
 @pytest.fixture(scope="module")
 def plugin(sglang_python):
@@ -31,28 +29,44 @@ def serve(sglang_python, sglang_model, plugin, tmp_path):
 
 
 @contextmanager
-def following(engine):
-    """A router and the follower that feeds it."""
+def following(engine, *, dp_size=1):
+    """A router, and the followers that feed it: one for each rank."""
     router = Router(RouterConfig(block_size=BLOCK_SIZE))
-    router.add_worker("engine")
-    follower = Follower(router, RANK)
+    router.add_worker("engine", dp_size=dp_size)
+    followers = [Follower(router, Rank("engine", rank)) for rank in range(dp_size)]
+    host, _, port = engine.server.events_endpoint.rpartition(":")
     listener = EventListener()
     listener.start()
     try:
-        listener.follow(follower, engine.server.events_endpoint, "kv@")
-        wait_until(lambda: follower.connected, "the event stream is connected")
-        yield router, follower
+        for rank, follower in enumerate(followers):
+            listener.follow(follower, f"{host}:{int(port) + rank}", "kv@")
+        wait_until(lambda: all(f.connected for f in followers), "the event streams are connected")
+        yield router, followers
     finally:
         listener.stop()
 
 
-def settle(engine, follower):
-    """Wait until the engine has published what it did, and every batch of that has arrived."""
-    num_drains = engine.ask_oracle()["num_drains"]
+def drain(engine, rank=0):
+    """Wait until the engine has published what it did; returns in how many batches."""
+    num_drains = engine.ask_oracle(rank=rank)["num_drains"]
     # One may be under way; the next begins after the last answer was given.
-    wait_until(lambda: engine.ask_oracle()["num_drains"] >= num_drains + 2, "all is published")
-    num_batches = engine.ask_oracle()["num_batches"]
-    wait_until(lambda: follower.sequence.last == num_batches - 1, "every batch has arrived")
+    wait_until(
+        lambda: engine.ask_oracle(rank=rank)["num_drains"] >= num_drains + 2, "all is published"
+    )
+    return engine.ask_oracle(rank=rank)["num_batches"]
+
+
+def settle(engine, followers):
+    """Wait until every batch of what the engine did so far has arrived."""
+    for rank, follower in enumerate(followers):
+        last = drain(engine, rank) - 1
+        wait_until(lambda f=follower, n=last: f.sequence.last == n, "every batch has arrived")
+
+
+def apart(engine, router, rank=0):
+    """(blocks that only the engine has, blocks that only the index has)."""
+    in_engine, in_index = engine.cached_blocks(rank), blocks_in_index(router, rank)
+    return len(in_engine - in_index), len(in_index - in_engine)
 
 
 def tokens(rnd, count):
@@ -81,18 +95,17 @@ def predicted(router, prompt, salt):
     return min(int(depth), (len(prompt) - 1) // BLOCK_SIZE) * BLOCK_SIZE
 
 
-def in_index(router):
+def blocks_in_index(router, rank=0):
     router.index.check()
-    return {int(name) for name in router.index.engine_hashes_of(RANK)}
+    return {int(name) for name in router.index.engine_hashes_of(Rank("engine", rank))}
 
 
 def test_sglang_publishes_what_it_caches(serve):
-    with serve() as engine, following(engine) as (router, follower):
+    with serve() as engine, following(engine) as (router, [follower]):
         workload(engine, random.Random(7))
-        settle(engine, follower)
-        in_engine = engine.cached_blocks()
-        assert (len(in_engine - in_index(router)), len(in_index(router) - in_engine)) == (0, 0)
-        assert len(in_engine) > NUM_BLOCKS // 2
+        settle(engine, [follower])
+        assert apart(engine, router) == (0, 0)
+        assert len(engine.cached_blocks()) > NUM_BLOCKS // 2
         oracle = engine.ask_oracle()
         assert oracle["publisher"] == "KvplugEventPublisher"
         assert not oracle["numba_is_loaded"]
@@ -104,12 +117,21 @@ def test_sglang_publishes_what_it_caches(serve):
         check_replay(engine)
 
 
+def test_data_parallel_ranks_have_ports_of_their_own(serve):
+    with serve(dp_size=2) as engine, following(engine, dp_size=2) as (router, followers):
+        workload(engine, random.Random(11), num_rounds=25)
+        settle(engine, followers)
+        assert [apart(engine, router, rank) for rank in range(2)] == [(0, 0), (0, 0)]
+        assert all(len(engine.cached_blocks(rank)) > NUM_BLOCKS // 4 for rank in range(2))
+        assert engine.endpoint.get("/server_info").body["kv_events"]["dp_size"] == 2
+
+
 def check_predictions(engine, router, follower):
     known = [(list(ids), salt) for ids, salt in sorted(engine.sequences, key=repr)]
     sample = random.Random(8).sample(known, 12)
     num_cached = 0
     for ids, salt in sample:
-        settle(engine, follower)
+        settle(engine, [follower])
         expected = predicted(router, ids, salt)
         assert engine.generate([ids], salt=salt) == [expected]
         num_cached += expected
@@ -173,9 +195,7 @@ def stream_of(serve, is_stock, events_format):
             engine.generate([prefix + tokens(rnd, 60)], max_tokens=8, salt=salt)
             for _ in range(3):
                 engine.generate([tokens(rnd, 500)])
-        num_drains = engine.ask_oracle()["num_drains"]
-        wait_until(lambda: engine.ask_oracle()["num_drains"] >= num_drains + 2, "all is published")
-        num_batches = engine.ask_oracle()["num_batches"]
+        num_batches = drain(engine)
         wait_until(lambda: len(replayed(engine)) == num_batches, "all is sent")
         assert {rank for _, rank in replayed(engine)} == {0}
         return merged(event for events, _ in replayed(engine) for event in events)
@@ -200,10 +220,10 @@ def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
     with socket.create_server((LOOPBACK, port)):
         engine.__enter__()
     try:
-        with following(engine) as (router, follower):  # the engine takes the port once it is free
+        with following(engine) as (router, followers):  # the engine takes the port once it is free
             workload(engine, random.Random(10), num_rounds=3)
-            settle(engine, follower)
-            assert in_index(router) == engine.cached_blocks()
+            settle(engine, followers)
+            assert apart(engine, router) == (0, 0)
         log = engine.log()
     finally:
         engine.server.stop()

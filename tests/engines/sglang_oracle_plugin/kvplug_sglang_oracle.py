@@ -1,6 +1,7 @@
 """A plug-in for SGLang, in tests only: what the radix cache of a scheduler really holds.
 
-In:  a connection to the unix socket $ORACLE_SOCKET, a line of JSON: [[token ids, salt], ...].
+In:  a connection to the unix socket $ORACLE_SOCKET.<data-parallel rank>, a line of JSON:
+     [[token ids, salt], ...].
 Out: how many leading tokens of each the tree holds, how many token slots the tree holds in all, and
      what was published so far.
 
@@ -30,27 +31,31 @@ def register():
 
 
 def publish_and_count(publish_kv_events, component):
-    oracle = start_oracle(component.kv_event_publisher, component.tree_cache.tree_core)
+    from sglang.srt.runtime_context import get_parallel
+
+    oracle = start_oracle(
+        get_parallel().dp_rank or 0, component.kv_event_publisher, component.tree_cache.tree_core
+    )
     publish_kv_events(component)
     oracle.num_drains += 1
 
 
 @functools.cache
-def start_oracle(publisher, tree):
-    return Oracle(publisher, tree)
+def start_oracle(rank, publisher, tree):
+    return Oracle(rank, publisher, tree)
 
 
 class Oracle:
     """Counts what the scheduler publishes, and asks its tree when asked."""
 
-    def __init__(self, publisher, tree):
+    def __init__(self, rank, publisher, tree):
         self._publisher, self._tree = publisher, tree
         self._publish = publisher.publish
         publisher.publish = self._count_and_publish
         self.num_drains = 0
         self._num_batches, self._num_events = 0, {}
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(os.environ["ORACLE_SOCKET"])
+        listener.bind(f"{os.environ['ORACLE_SOCKET']}.{rank}")
         listener.listen()
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 
