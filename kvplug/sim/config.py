@@ -36,8 +36,8 @@ class SimConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.buffer_steps < 1:
             raise ConfigError(f"buffer_steps must be at least 1, got {self.buffer_steps}")
-        if not self.grace_s >= 0:
-            raise ConfigError(f"grace_s must be at least 0, got {self.grace_s}")
+        if not self.grace_s > 0:  # aiohttp takes 0 for no limit
+            raise ConfigError(f"grace_s must be above 0, got {self.grace_s}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
         if self.replay_endpoint is not None and self.events_endpoint is None:

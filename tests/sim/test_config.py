@@ -59,7 +59,7 @@ def test_flags_reach_their_parts(tmp_path):
             "replay_endpoint needs an events_endpoint",
         ),
         ("--buffer-steps 0", "buffer_steps must be at least 1, got 0"),
-        ("--grace-s -1", "grace_s must be at least 0, got -1.0"),
+        ("--grace-s 0", "grace_s must be above 0, got 0.0"),
     ],
 )
 def test_wrong_flags_end_with_code_2_and_a_sentence(flags, sentence, capsys):

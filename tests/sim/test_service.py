@@ -63,7 +63,7 @@ class Client:
 
 
 def config(**more):
-    return SimConfig(**{"scheduler": SIZES, "time_model": FAST, "grace_s": 0.0, **more})
+    return SimConfig(**{"scheduler": SIZES, "time_model": FAST, "grace_s": 0.1, **more})
 
 
 async def clients(config):
@@ -297,3 +297,17 @@ async def test_an_engine_without_events():
             "events": None,
             "replay": None,
         }
+
+
+async def test_a_fault_in_a_step_ends_the_service_instead_of_hanging_it():
+    service = EngineService(config())
+    async with aiohttp.ClientSession() as session:
+        await service.__aenter__()
+        service.engine.submit([1], 1)
+        service.engine.begin_step(0.0)  # by somebody who never finishes it
+        asking = asyncio.create_task(Client(service, session).complete())
+        await until(service.stepping.done, "the engine stops stepping")
+        with pytest.raises(RuntimeError, match="the step before has not been finished"):
+            await service.__aexit__(None, None, None)
+        with pytest.raises(aiohttp.ClientError):
+            await asking
