@@ -85,7 +85,8 @@ class ServerConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
-        names = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "max_body_bytes")
-        for name in names:
+        # aiohttp takes a grace of 0 for no limit at all.
+        times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")
+        for name in (*times, "max_body_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -43,7 +43,7 @@ class StockClient:
         self._unread = []
 
     def subscribe(self, endpoint):
-        """Connect; returns when the publisher knows of the subscription."""
+        """Connect; the publisher may learn of the subscription a moment after this returns."""
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
         monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

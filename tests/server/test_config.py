@@ -41,6 +41,7 @@ def test_a_malformed_worker_is_refused_with_the_form(text):
         ({"workers": (WorkerSpec(url="http://a"),) * 2}, "'http://a' is named twice"),
         ({"port": 70_000}, "port must be in"),
         ({"max_body_bytes": 0}, "max_body_bytes must be above 0"),
+        ({"grace_s": 0}, "grace_s must be above 0"),
         ({"health_interval_s": -1}, "health_interval_s must be above 0"),
     ],
 )
