@@ -22,7 +22,7 @@ $(READY): pyproject.toml
 setup: $(READY)  ## make the development environment in .venv
 
 .PHONY: demo
-demo: $(READY)  ## round_robin against kv: four simulated engines; ENGINE=vllm: two real ones
+demo: $(READY)  ## round_robin against kv: four simulated engines; ENGINE=vllm or sglang: two real ones
 	$(BIN)/python -m examples.demo --engine $(ENGINE)
 
 .PHONY: check

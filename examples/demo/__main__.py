@@ -16,7 +16,7 @@ from pathlib import Path
 from examples.demo.errors import DemoError
 from examples.demo.stop_signals import StopSignals
 
-ENGINES = ("sim", "vllm")
+ENGINES = ("sim", "vllm", "sglang")
 PLOT = Path("bench-results") / "demo.png"
 
 
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="sim: four simulated ones (default); vllm: two real ones on the CPU",
+        help="sim: four simulated ones (default); vllm, sglang: two real ones on the CPU",
     )
     parser.add_argument(
         "--requests",

@@ -10,6 +10,8 @@ from pathlib import Path
 from examples.demo.engine_env import ensure_tiny_model, ensure_tiny_tokenizer, ensure_vllm
 from examples.demo.engine_server import EngineServer
 from examples.demo.plugin_env import ensure_plugin
+from examples.demo.sglang_env import ensure_sglang
+from examples.demo.sglang_server import SglangServer, SglangSettings
 from examples.demo.sim_server import SimServer, SimSettings
 from examples.demo.vllm_server import VllmServer, VllmSettings
 
@@ -62,4 +64,24 @@ def vllm(log_dir: Path) -> Fleet:
     )
 
 
-FLEETS: Mapping[str, Callable[[Path], Fleet]] = {"sim": simulated, "vllm": vllm}
+def sglang(log_dir: Path) -> Fleet:
+    """Two real SGLang engines with kvplug's publisher, sized as the vLLM ones."""
+    model_dir = ensure_tiny_model(ensure_vllm())  # torch and transformers make it
+    python = ensure_sglang()
+    settings = SglangSettings(
+        python=python, model_dir=model_dir, num_blocks=240, plugin=ensure_plugin(python)
+    )
+    return Fleet(
+        engines=[SglangServer(f"sglang-{i}", settings, log_dir=log_dir) for i in range(2)],
+        tokenizer_dir=model_dir,
+        num_documents=16,
+        num_requests=240,
+        concurrency=4,
+    )
+
+
+FLEETS: Mapping[str, Callable[[Path], Fleet]] = {
+    "sim": simulated,
+    "vllm": vllm,
+    "sglang": sglang,
+}

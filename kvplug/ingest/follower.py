@@ -14,7 +14,7 @@ from msgspec import structs
 
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import BlockRemoved, BlockStored, Event, EventBatch, Rank
+from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.ingest.sequence import Arrival, SequenceTracker
 from kvplug.router.core import Router
@@ -74,6 +74,10 @@ class Follower:
             self._skip("duplicate", 1)
             return
         self._note(arrival)
+        if any(
+            isinstance(event, AllBlocksCleared) and event.tier is None for event in batch.events
+        ):
+            self.incomplete = None  # whatever was missed is gone from the engine, too
         self._apply(batch)
 
     def _note(self, arrival: Arrival) -> None:
@@ -140,3 +144,7 @@ class Follower:
             cure = _CURE.get(reason, "")
             logger.warning("%s: events skipped: %s %s %s", self.rank, reason, detail, cure)
         self.skipped[reason] += count
+
+
+def _clears_everything(batch: EventBatch) -> bool:
+    return any(isinstance(e, AllBlocksCleared) and e.tier is None for e in batch.events)

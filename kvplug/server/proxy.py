@@ -123,17 +123,25 @@ class Proxy:
             part = await upstream.content.readany()
         self._router.first_token(decision.request_id)
         response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
-        await response.prepare(request)
-        while part:
-            await response.write(part)
-            try:
-                with _translated():
-                    part = await upstream.content.readany()
-            except (_WorkerLost, ApiError) as lost:
-                part = b""
-                await response.write(self._broken(decision.rank.worker, str(lost)))
-        await response.write_eof()
+        try:
+            await response.prepare(request)
+            while part:
+                await response.write(part)
+                part = await self._next_part(upstream, decision)
+            await response.write_eof()
+        except ConnectionResetError:
+            logger.debug("the client of request %s left", decision.request_id)
         return response
+
+    async def _next_part(self, upstream: aiohttp.ClientResponse, decision: Decision) -> bytes:
+        """What the worker says next; an error event if it went away, and then nothing."""
+        if upstream.content.exception() is not None:
+            return b""
+        try:
+            with _translated():
+                return await upstream.content.readany()
+        except (_WorkerLost, ApiError) as lost:
+            return self._broken(decision.rank.worker, str(lost))
 
     def _broken(self, url: str, reason: str) -> bytes:
         logger.warning("worker %s went away in the middle of an answer: %s", url, reason)

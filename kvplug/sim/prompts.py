@@ -99,13 +99,13 @@ class AskReader:
         return model
 
     def _max_tokens(self, fields: _Fields, prompt: Sequence[int], is_chat: bool) -> int:
-        """The number asked for, or all that fits; a short answer for a completion."""
+        """The number asked for; by default 16 for a completion, and all that fits for a chat."""
         num_left = self._max_model_len - len(prompt)
         asked = fields.max_tokens
         if is_chat and fields.max_completion_tokens is not None:
             asked = fields.max_completion_tokens
         if asked is None:
-            asked = num_left if is_chat else min(_DEFAULT_COMPLETION_TOKENS, num_left)
+            asked = num_left if is_chat else _DEFAULT_COMPLETION_TOKENS
         if len(prompt) < 1 or asked < 1 or asked > num_left:
             raise RequestError(
                 400,

@@ -13,17 +13,18 @@ import pytest
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
+PLOT = ROOT / "bench-results" / "demo.png"
 LIMIT_S = 600
 
 
 class Demo:
     """The demo in a process, with a mark in its environment that all its children inherit."""
 
-    def __init__(self, *flags):
+    def __init__(self, kind, *flags):
         self.mark = f"KVPLUG_TEST_MARK={uuid.uuid4().hex}".encode()
         name, _, value = self.mark.decode().partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.demo", "--engine", "vllm", *flags],
+            [sys.executable, "-m", "examples.demo", "--engine", kind, *flags],
             cwd=ROOT,
             env={**os.environ, name: value, "COLUMNS": "120"},
             stdout=subprocess.PIPE,
@@ -57,8 +58,10 @@ def make_demo(tiny_model):
         demo.process.communicate()
 
 
-async def test_kv_finds_more_in_the_caches_than_round_robin(make_demo):
-    demo = make_demo()
+@pytest.mark.parametrize("kind", ["sim", "vllm"])
+async def test_kv_finds_more_in_the_caches_than_round_robin(make_demo, kind):
+    PLOT.unlink(missing_ok=True)
+    demo = make_demo(kind)
     out, err = demo.process.communicate(timeout=LIMIT_S)
     assert demo.process.returncode == 0, err
     shares = {
@@ -67,11 +70,12 @@ async def test_kv_finds_more_in_the_caches_than_round_robin(make_demo):
     }
     assert shares["kv "] > 1.15 * shares["round_robin"]
     assert demo.processes() == []
+    assert PLOT.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_ends_everything_that_the_demo_started(make_demo, number, code):
-    demo = make_demo()
+    demo = make_demo("vllm")
     await until(
         lambda: any("vllm.entrypoints" in c for c in demo.processes()), "engines run", timeout_s=60
     )

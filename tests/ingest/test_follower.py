@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.events import BlockRemoved
+from kvplug.events import AllBlocksCleared, BlockRemoved
 from kvplug.ingest.follower import Follower
 from tests.ingest.publisher import message, stored
 
@@ -69,6 +69,12 @@ def test_a_lost_connection_forgets_everything(router, follower):
 def test_joining_late_is_said(follower):
     follower.receive(message(17, stored(1)))
     assert follower.incomplete == "the router joined after the engine's first events"
+
+
+def test_a_clear_makes_a_rank_complete_again(follower):
+    follower.receive(message(17, stored(1)))
+    follower.receive(message(18, AllBlocksCleared(), stored(5)))
+    assert follower.incomplete is None
 
 
 def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):

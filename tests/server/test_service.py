@@ -173,6 +173,20 @@ async def test_a_client_that_leaves_stops_the_work_on_the_engine():
         assert all(worker.is_up for worker in service.fleet.workers.values())
 
 
+async def test_a_client_that_closes_before_the_end_is_no_error(caplog):
+    engine = Engine()
+    engine.behaviour = "gated"
+    async with routing(engine) as (service, client):
+        body = {**COMPLETION, "stream": True}
+        async with client.post("/v1/completions", json=body) as response:
+            await response.content.readline()
+            response.close()
+            engine.gate.set()
+        await until(lambda: len(service.router.load) == 0, "its load is gone")
+    assert "Traceback" not in caplog.text
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
 async def test_a_worker_that_comes_back_is_used_again():
     engine = Engine()
     async with routing(engine) as (service, client):

@@ -1,6 +1,7 @@
 """The command line of a served simulated engine."""
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -74,6 +75,14 @@ def test_every_flag_is_explained_and_documented_with_its_default(name):
     config = SimConfig()
     part = next(p for p in (config, config.scheduler, config.time_model) if hasattr(p, name))
     default = getattr(part, name)
-    text = {None: "none", (): "none"}.get(default, str(default))
+    text = {None: "none", (): "none", "": "(empty)"}.get(default, str(default))
     flag = "--" + name.replace("_", "-")
-    assert re.search(rf"^\| `{flag}( [A-Z=]+)?` \| {re.escape(text) or '(empty)'} \|", PAGE, re.M)
+    assert re.search(rf"^\| `{flag}( [A-Z=]+)?` \| {re.escape(text)} \|", PAGE, re.M)
+
+
+def test_the_code_on_the_page_runs(capsys):
+    [command] = re.findall(r"```bash\npython -m kvplug.sim.engine (.*)\n```", PAGE)
+    assert parse(shlex.split(command))[0].port == 8100
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(code, "simulation.md", "exec"), {})
+    assert re.fullmatch(r"1\.\d\d s for 50 tokens\n", capsys.readouterr().out)

@@ -1,8 +1,10 @@
 """Blocks of requests: hits, allocation, what is published."""
 
+import msgspec
 import pytest
 
-from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, Namespace
+from kvplug import codec
+from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Namespace
 from kvplug.sim.block_hashes import Lora, event_id
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
@@ -79,6 +81,14 @@ def test_the_salt_is_named_with_the_first_block_only_and_the_adapter_with_each(c
     admit(cache, adapted, 4)
     cache.allocate(adapted, 4)
     assert [event.namespace for event in cache.take_events()] == [Namespace("a"), Namespace("a")]
+
+
+def test_on_the_wire_a_salt_is_named_twice(cache):
+    """The second time in a field that vLLM does not send, and its decoder does not read."""
+    admit(cache, request(range(4), salt="s"))
+    _, [event], _ = msgspec.msgpack.decode(codec.encode(EventBatch(events=cache.take_events())))
+    assert event["extra_keys"] == [["s"]]
+    assert event["cache_salt"] == "s"
 
 
 def test_tails_are_evicted_first_and_one_by_one(cache):

@@ -113,6 +113,12 @@ async def test_the_defaults_for_max_tokens(client):
     assert body["choices"][0]["message"]["role"] == "assistant"
 
 
+async def test_answers_end_at_max_tokens_whatever_the_body_says(client):
+    body = await client.complete(max_tokens=8, stop=[" ", "e"], temperature=2, logprobs=3)
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["choices"][0]["logprobs"] is None
+
+
 async def test_a_stream_is_the_same_answer_in_pieces(client):
     whole = await client.complete(max_tokens=5)
     chunks = await client.stream("/v1/completions", {"prompt": PROMPT, "max_tokens": 5})
@@ -169,6 +175,7 @@ async def test_models_health_and_tokenize(client):
         ({"prompt": "a", "model": "other"}, 404, "The model `other` does not exist."),
         ({"prompt": "a" * 256}, 400, "maximum context length is 256 tokens"),
         ({"prompt": "a", "max_tokens": 256}, 400, "maximum context length is 256 tokens"),
+        ({"prompt": "a" * 241}, 400, "the prompt has 241"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens is 0"),
         ({"prompt": ""}, 400, "the prompt has 0"),
         ({"prompt": "a", "max_tokens": "x"}, 400, "Expected `int | null`, got `str`"),
