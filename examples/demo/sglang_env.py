@@ -1,7 +1,7 @@
 """SGLang for the CPU on disk, made once and kept.
 
-In:  Python 3.11, g++ and OpenSSL's headers (SGLang compiles its block hashes), a package index.
-Out: the path of an interpreter that has SGLang, and what its processes need in their environment.
+In:  Python 3.11 and a package index.
+Out: the path of an interpreter that has SGLang.
 
 PyPI's SGLang is built for CUDA. Without a GPU three things stand in its way, and each is removed in
 the environment alone: dependencies that are CUDA builds, torchvision's compiled operators, and
@@ -73,15 +73,8 @@ def ensure_sglang() -> Path:
     return python
 
 
-def torch_extensions_dir() -> Path:
-    """Where SGLang keeps the extension that it compiles on first use."""
-    return cache_dir() / "torch-extensions" / f"sglang-{SGLANG_VERSION}"
-
-
 def _make_environment(folder: Path, python: Path) -> None:
     base = find_base_python(f"SGLang {SGLANG_VERSION}")
-    if shutil.which("g++") is None:
-        raise DemoError("SGLang compiles its block hashes on first use: no g++ is on the PATH")
     print(
         f"Making an environment with SGLang {SGLANG_VERSION} in {folder}: once, 2.8 GB, "
         "a minute or two plus the download",

@@ -15,11 +15,10 @@ from pathlib import Path
 from examples.demo.endpoint import LOOPBACK
 from examples.demo.engine_server import MODEL_NAME, EngineServer
 from examples.demo.ports import free_ports
-from examples.demo.sglang_env import torch_extensions_dir
 from examples.demo.vllm_server import FOREIGN_ENV
 
-# One thread is enough for a tiny model; nothing is asked from a hub, nothing is compiled but the
-# block hashes; whatever SGLang wants an address for stays on loopback.
+# One thread is enough for a tiny model; nothing is asked from a hub and nothing compiled; whatever
+# SGLang wants an address for stays on loopback.
 ENGINE_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_RUST_BUILD_MODE": "never",
@@ -104,8 +103,5 @@ class SglangServer(EngineServer):
 
     def _env(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_ENV}
-        # The extension that SGLang compiles is built by the environment's own ninja.
-        path = f"{self.settings.python.parent}{os.pathsep}{inherited.get('PATH', os.defpath)}"
-        mine = {"TORCH_EXTENSIONS_DIR": str(torch_extensions_dir()), "PATH": path}
         plugin = {"PYTHONPATH": str(self.settings.plugin)} if self.settings.plugin else {}
-        return {**inherited, **ENGINE_ENV, **mine, **plugin, **self.settings.extra_env}
+        return {**inherited, **ENGINE_ENV, **plugin, **self.settings.extra_env}

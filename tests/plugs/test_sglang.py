@@ -33,7 +33,7 @@ def test_a_batch_without_a_rank_gets_the_publishers(publish, said, expected):
     publisher, client = publish("tcp://127.0.0.1:0", rank=3), StockClient()
     try:
         client.subscribe(publisher.publisher.endpoint)
-        while not client.has_message(timeout_ms=50):
+        while not client.has_message(timeout_ms=50):  # the subscription is on its way
             publisher.publish(SglangBatch(0.0, [], said))
         _, _, payload = client.receive()
     finally:
