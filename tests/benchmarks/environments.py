@@ -5,18 +5,18 @@ In:  a package and its version.   Out: the path of an interpreter that has it.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import venv
 from pathlib import Path
+
+from examples.demo.cache_dir import cache_dir
 
 DYNAMO = "ai-dynamo-runtime==1.6.1"
 
 
 def cached_python(name: str, *packages: str) -> Path:
     """The interpreter of `venvs/name` in the cache, with these packages."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvplug"
-    folder = Path(os.environ.get("KVPLUG_CACHE") or default) / "venvs" / name
+    folder = cache_dir() / "venvs" / name
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not ready.exists():
         venv.create(folder, with_pip=True, clear=True)

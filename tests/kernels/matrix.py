@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
+
+from tests.benchmarks.environments import cached_python
 
 OLDEST_NUMBA = "0.65.0"
 ROOT = Path(__file__).parents[2]
@@ -24,22 +25,11 @@ WAYS = {
 TESTS = ["tests/kernels", "tests/index", "tests/router/test_load.py", "tests/test_hashing.py"]
 
 
-def cache_dir():
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvplug"
-    return Path(os.environ.get("KVPLUG_CACHE") or default)
-
-
 def oldest_python():
     """The interpreter of an environment with the oldest numba; made if it is not there yet."""
-    folder = cache_dir() / "venvs" / f"numba-{OLDEST_NUMBA}-py{sys.version_info.minor}"
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    if not ready.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        packages = ["msgspec", "xxhash", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"]
-        subprocess.run([*pip, f"numba=={OLDEST_NUMBA}", *packages], check=True)
-        ready.touch()
-    return python
+    packages = ["msgspec", "xxhash", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout"]
+    name = f"numba-{OLDEST_NUMBA}-py{sys.version_info.minor}"
+    return cached_python(name, f"numba=={OLDEST_NUMBA}", *packages)
 
 
 def run(python, name, settings):
