@@ -74,9 +74,7 @@ class Follower:
             self._skip("duplicate", 1)
             return
         self._note(arrival)
-        if any(
-            isinstance(event, AllBlocksCleared) and event.tier is None for event in batch.events
-        ):
+        if _clears_everything(batch):
             self.incomplete = None  # whatever was missed is gone from the engine, too
         self._apply(batch)
 

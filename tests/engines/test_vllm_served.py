@@ -149,7 +149,7 @@ async def test_a_killed_engine_is_left_and_picked_up_again(two_engines):
             await until(lambda: len(blocks_of(service, engine)) == 0, "its blocks are gone")
             answers = [await complete(client, prefix + ids(40 + i, 9)) for i in range(4)]
             assert len(answers) == 4
-            assert not service.fleet.workers[engine.url].is_up
+            await until(lambda: not service.fleet.workers[engine.url].is_up, "it is found dead")
             await until(lambda: len(blocks_of(service, other)) >= 10, "the other one took over")
         finally:
             engine.start()
