@@ -55,13 +55,13 @@ class HolderSets:
     def add(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
         """Returns which rows did not have the holder before."""
         changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.add_holder(holder, rows, set_of_row, *self._arrays, changed)
+        kernels.add_holder(holder, rows, set_of_row, *self.arrays, changed)
         return changed.view(np.bool_)
 
     def drop(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
         """Returns which rows had the holder."""
         changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.drop_holder(holder, rows, set_of_row, *self._arrays, changed)
+        kernels.drop_holder(holder, rows, set_of_row, *self.arrays, changed)
         return changed.view(np.bool_)
 
     def rows_of(self, holder: int, set_of_row: U32) -> U64:
@@ -74,11 +74,15 @@ class HolderSets:
 
     def any_of(self, holders: list[int]) -> Mask:
         """bool[sets]: which sets have any of the holders."""
+        return np.asarray((self.bits.reshape(-1, self.words) & self.mask_of(holders)).any(axis=1))
+
+    def mask_of(self, holders: list[int]) -> U64:
+        """uint64[words]: the bits of these holders; those that no set can have yet are left out."""
         mask = np.zeros(self.words, dtype=np.uint64)
         for holder in holders:
             if holder < 64 * self.words:
                 mask[holder // 64] |= np.uint64(1 << (holder % 64))
-        return np.asarray((self.bits.reshape(-1, self.words) & mask).any(axis=1))
+        return mask
 
     def check(self, set_of_row: U32) -> None:
         """Counts, interning and the free list agree; raises IndexCorruptError."""
@@ -94,7 +98,8 @@ class HolderSets:
             raise IndexCorruptError("sets: a set is neither used nor free")
 
     @property
-    def _arrays(self) -> tuple[U64, U64, U32, I64]:
+    def arrays(self) -> tuple[U64, U64, U32, I64]:
+        """bits, meta, intern and header, as kernels/holders.py wants them."""
         return self.bits, self.meta, self.intern, self.header
 
     def _num_free(self) -> int:
