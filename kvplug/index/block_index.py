@@ -38,6 +38,7 @@ from kvplug.events import (
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
+from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings, Segments
@@ -52,6 +53,10 @@ U64 = npt.NDArray[np.uint64]
 
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 """What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
+
+
+# A slot of a table is looked at in a fraction of the time that a block takes to store.
+_SLOTS_PER_BLOCK = 8
 
 
 class Overlap(NamedTuple):
@@ -78,6 +83,7 @@ class BlockIndex:
         self.speculative = SpeculativeBlocks(speculative_ttl_s)
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain()
+        self._clearing: tuple[Tier | None, Clearing] | None = None
         self._recorded = RecordApplier(block_size, self.numbers, self.holdings, self.speculative)
 
     def __len__(self) -> int:
@@ -115,12 +121,17 @@ class BlockIndex:
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
-        number = self.numbers.number_of(rank)
-        holders = self.numbers.holders(number, tier)
-        num_blocks = sum(self.holdings.drop_all(holder) for holder in holders)
-        self._forget_dead_names(self._domain_of[rank])
+        clearing = self.start_clear(rank, tier)
+        while not clearing.is_done:
+            clearing.advance(clearing.num_slots)
+        return clearing.num_dropped
+
+    def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
+        """A clear to be done in stretches; nothing else may change the index before it is done."""
+        number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
-        return num_blocks
+        holders, members = self.numbers.holders(number, tier), self._recorded.members_of(domain)
+        return Clearing(self.holdings, domain, holders, members)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank said; what is refused is counted in the result."""
@@ -137,16 +148,33 @@ class BlockIndex:
     ) -> int:
         """Apply records from number `first` on, counted in `applied`; returns the next number.
 
-        Ends once about `max_blocks` blocks are done, so that a caller with a lock can give way.
+        Ends once about `max_blocks` blocks are done, so that a caller with a lock can give way to
+        queries; other changes have to wait until all records are applied.
         """
         if rank not in self.numbers:
             applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)
             return records.num_events
+        if self._clearing is not None:
+            return first + self._go_on_clearing(_SLOTS_PER_BLOCK * max_blocks, applied)
         at = self._recorded.apply(rank, self._domain_of[rank], records, first, max_blocks, applied)
-        if at < records.num_events and self._recorded.needs_decision:
-            self._apply_event(rank, records.event(at), applied)
-            return at + 1
-        return at
+        if at == records.num_events or not self._recorded.needs_decision:
+            return at
+        event = records.event(at)
+        if isinstance(event, AllBlocksCleared):
+            self._clearing = event.tier, self.start_clear(rank, event.tier)
+            return at
+        self._apply_event(rank, event, applied)
+        return at + 1
+
+    def _go_on_clearing(self, max_slots: int, applied: Applied) -> bool:
+        """Whether the clear that a run of records has come to is done."""
+        assert self._clearing is not None
+        tier, clearing = self._clearing
+        clearing.advance(max_slots)
+        if clearing.is_done:
+            self._clearing = None
+            applied.clear(clearing.num_dropped, everything=tier is None)
+        return clearing.is_done
 
     def match(self, sequence_hashes: Hashes) -> Segments:
         """Segments of the leading blocks that any rank holds."""

@@ -45,7 +45,7 @@ class Segments(NamedTuple):
 
 
 class Holdings:
-    """store, drop, drop_all and match; arrays only."""
+    """store, drop and match; arrays only. Kernels change them, too (kernels/blocks.py)."""
 
     def __init__(self) -> None:
         self.table = HashTable()
@@ -91,14 +91,6 @@ class Holdings:
         gone = np.zeros(len(rows), dtype=np.bool_)
         gone[~kept] = self._remove(holder, rows[~kept])
         return kept | gone, gone
-
-    def drop_all(self, holder: int) -> int:
-        """The holder has nothing any more; returns how many blocks it had."""
-        keys, _ = self.copies.items()
-        self.copies.erase(keys[keys >> _HOLDER_SHIFT == np.uint64(holder)])
-        rows = self.rows_of(holder)
-        self._remove(holder, rows)
-        return len(rows)
 
     def rows_of(self, holder: int) -> U64:
         """The rows of the blocks that the holder has."""

@@ -89,7 +89,7 @@ class RecordApplier:
             sets.meta,
             sets.intern,
             sets.header,
-            self._members_of(domain),
+            self.members_of(domain),
             self._hashes,
             self._rows,
             self._flags,
@@ -103,7 +103,7 @@ class RecordApplier:
         applied.num_removed += num_removed
         applied.refuse(Refusal.UNKNOWN_BLOCK, num_unknown)
 
-    def _members_of(self, domain: Domain) -> U64:
+    def members_of(self, domain: Domain) -> U64:
         """The holders of a domain's ranks as bits; none at all if there is no other domain."""
         if len(domain.ranks) == len(self._numbers):
             return _EVERYBODY

@@ -5,8 +5,8 @@ Out: the arrays changed as kvplug/index/block_index.py changes them event by eve
 came. An event that needs a decision (an unknown parent, names that conflict, a clear, another
 block size) or more room is not begun: the caller does what it takes and calls again.
 
-The one kernel file that is made of parts of others: a step per file would pass over the blocks of
-an event five times and cross from Python as often. Twin: BlockIndex.apply.
+Made of parts of other kernel files: a step per file would pass over the blocks of an event five
+times and cross from Python as often. Twin: BlockIndex.apply.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from kvplug.kernels import wire
 from kvplug.kernels._jit import i8, inlined, kernel, prefetch, reads, u1, u4, u8, writes
+from kvplug.kernels.blocks import Rows, Sets, copy_key, drop_row, is_held_in_domain
 from kvplug.kernels.hashing import chain, fill_block_hashes
-from kvplug.kernels.holders import change, contains, move, toggled
+from kvplug.kernels.holders import change, contains
 from kvplug.kernels.table import (
     Table,
     capacity_of,
@@ -41,29 +42,9 @@ DONE, NEEDS_ROOM, NEEDS_DECISION = 0, 1, 2
 NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
 NUM_COUNTS = 3
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
-_0, _1, _2, _32 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(32)
+_0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 _NO_ROW = np.uint64(0)
 _ROWED, _NAMED = np.uint8(1), np.uint8(2)  # what _name_rows did for a block
-
-
-class _Rows(NamedTuple):
-    """The columns of kvplug/index/holdings.py."""
-
-    hashes: U64
-    sets: U32
-    seeds: U64
-    free: U64
-    num_free: I64
-
-
-class _Sets(NamedTuple):
-    """The arrays of kernels/holders.py; `in_domain`: holders of the rank's domain, () if all."""
-
-    bits: U64
-    meta: U64
-    intern: U32
-    header: I64
-    in_domain: U64
 
 
 class _Scratch(NamedTuple):
@@ -72,11 +53,6 @@ class _Scratch(NamedTuple):
     hashes: U64
     rows: U64
     flags: Bytes
-
-
-@inlined
-def _copy_key(holder: Index, row: np.uint64) -> np.uint64:
-    return (np.uint64(holder) << _32) | row
 
 
 @inlined
@@ -108,18 +84,7 @@ def _has_room(table: Table, num_more: Index) -> bool:
 
 
 @inlined
-def _is_held_in_domain(sets: _Sets, set_id: Index) -> bool:
-    if len(sets.in_domain) == 0:
-        return set_id != 0
-    words = sets.header[0]
-    common = _0
-    for w in range(words):
-        common |= sets.bits[set_id * words + w] & sets.in_domain[w]
-    return bool(common != _0)
-
-
-@inlined
-def _sequence_hashes(tokens: U32, size: int, parent: np.uint64, rows: _Rows, out: U64) -> None:
+def _sequence_hashes(tokens: U32, size: int, parent: np.uint64, rows: Rows, out: U64) -> None:
     """The hashes of an event's blocks, behind row `parent` (0: the start of a sequence)."""
     fill_block_hashes(tokens, size, _BASE_SEED if parent == _NO_ROW else rows.seeds[parent], out)
     before = rows.hashes[parent]
@@ -139,13 +104,13 @@ def _touch(table: Table, keys: U64) -> None:
 
 @inlined
 def _find_rows(
-    names: U64, hashes: U64, table: Table, domain: Table, rows: _Rows, sets: _Sets, out: U64
+    names: U64, hashes: U64, table: Table, domain: Table, rows: Rows, sets: Sets, out: U64
 ) -> bool:
     """The row of each block, 0 for a new one; False if a name and a content do not go together."""
     for i in range(len(names)):
         named, held = value_of(domain, names[i]), value_of(table, hashes[i])
         if named != held:
-            unnamed = named == _NO_ROW and not _is_held_in_domain(sets, np.int64(rows.sets[held]))
+            unnamed = named == _NO_ROW and not is_held_in_domain(sets, np.int64(rows.sets[held]))
             if not unnamed:
                 return False
         out[i] = held
@@ -153,7 +118,7 @@ def _find_rows(
 
 
 @inlined
-def _take_back(names: U64, table: Table, domain: Table, rows: _Rows, at: U64, done: Bytes) -> None:
+def _take_back(names: U64, table: Table, domain: Table, rows: Rows, at: U64, done: Bytes) -> None:
     """Undo _name_rows for the blocks that got a row or a name there, the last ones first."""
     for i in range(len(done) - 1, -1, -1):
         if done[i] & _NAMED != 0:
@@ -165,7 +130,7 @@ def _take_back(names: U64, table: Table, domain: Table, rows: _Rows, at: U64, do
 
 
 @inlined
-def _take_row(block_hash: np.uint64, seed: np.uint64, table: Table, rows: _Rows) -> np.uint64:
+def _take_row(block_hash: np.uint64, seed: np.uint64, table: Table, rows: Rows) -> np.uint64:
     """A new row for a block, 0 if its hash has one."""
     row = np.uint64(rows.free[rows.num_free[0] - 1])
     if not insert(table, block_hash, row):
@@ -178,7 +143,7 @@ def _take_row(block_hash: np.uint64, seed: np.uint64, table: Table, rows: _Rows)
 @inlined
 def _name_rows(
     names: U64, hashes: U64, seed: np.uint64,
-    table: Table, domain: Table, rows: _Rows, out: U64, out_done: Bytes,
+    table: Table, domain: Table, rows: Rows, out: U64, out_done: Bytes,
 ) -> bool:  # fmt: skip
     """Give every block a row and the row its name; False, and nothing done, if one comes twice."""
     for i in range(len(names)):
@@ -197,7 +162,7 @@ def _name_rows(
 @inlined
 def _add_holder(
     holder: Index, mark: np.uint64, hashes: U64, at: U64, flags: Bytes,
-    copies: Table, speculative: Table, rows: _Rows, sets: _Sets,
+    copies: Table, speculative: Table, rows: Rows, sets: Sets,
 ) -> None:  # fmt: skip
     num_new = change(
         True, holder, at, rows.sets, sets.bits, sets.meta, sets.intern, sets.header, flags
@@ -205,7 +170,7 @@ def _add_holder(
     if num_new < len(at):
         for i in range(len(at)):
             if flags[i] == 0:
-                _count_copy(copies, _copy_key(holder, at[i]))
+                _count_copy(copies, copy_key(holder, at[i]))
     if speculative.size[0] > 0:
         for i in range(len(hashes)):
             delete(speculative, hashes[i] ^ mark)
@@ -215,7 +180,7 @@ def _add_holder(
 def _store(
     record: I64, parent: np.uint64, names: U64, tokens: U32, holder: Index, mark: np.uint64,
     table: Table, domain: Table, copies: Table, speculative: Table,
-    rows: _Rows, sets: _Sets, scratch: _Scratch,
+    rows: Rows, sets: Sets, scratch: _Scratch,
 ) -> bool:  # fmt: skip
     """False, and nothing done, if the event needs a decision."""
     parent_row = value_of(domain, parent) if record[wire.HAS_PARENT] != 0 else _NO_ROW
@@ -236,28 +201,9 @@ def _store(
 
 
 @inlined
-def _drop_row(
-    name: np.uint64, row: np.uint64, holder: Index,
-    table: Table, domain: Table, rows: _Rows, sets: _Sets,
-) -> None:  # fmt: skip
-    """The holder has the block of this row no more."""
-    old = np.int64(rows.sets[row])
-    new = toggled(sets.bits, sets.meta, sets.intern, sets.header, old, holder)
-    rows.sets[row] = new
-    move(sets.bits, sets.meta, sets.intern, sets.header, old, new)
-    if not _is_held_in_domain(sets, np.int64(new)):
-        delete(domain, name)
-    if new == 0:
-        delete(table, rows.hashes[row])
-        rows.hashes[row] = _0
-        rows.free[rows.num_free[0]] = row
-        rows.num_free[0] += 1
-
-
-@inlined
 def _remove(
     names: U64, holder: Index,
-    table: Table, domain: Table, copies: Table, rows: _Rows, sets: _Sets,
+    table: Table, domain: Table, copies: Table, rows: Rows, sets: Sets,
 ) -> Index:  # fmt: skip
     """Returns how many of the blocks the holder had."""
     num_removed = 0
@@ -265,10 +211,10 @@ def _remove(
         row = value_of(domain, names[i])
         if row == _NO_ROW:
             continue
-        if copies.size[0] > 0 and _take_copy(copies, _copy_key(holder, row)):
+        if copies.size[0] > 0 and _take_copy(copies, copy_key(holder, row)):
             num_removed += 1
         elif contains(sets.bits, sets.header[0], np.int64(rows.sets[row]), holder):
-            _drop_row(names[i], row, holder, table, domain, rows, sets)
+            drop_row(names[i], row, holder, table, domain, rows, sets)
             num_removed += 1
     return num_removed
 
@@ -276,7 +222,7 @@ def _remove(
 @inlined
 def _has_room_for(
     num_blocks: Index, holder: Index, table: Table, domain: Table, copies: Table,
-    rows: _Rows, sets: _Sets, scratch: _Scratch,
+    rows: Rows, sets: Sets, scratch: _Scratch,
 ) -> bool:  # fmt: skip
     num_live = sets.header[2]
     if holder >= 64 * sets.header[0] or num_blocks > len(scratch.rows):
@@ -317,8 +263,8 @@ def apply_records(
     table, domain = Table(table_slots, table_size), Table(domain_slots, domain_size)
     copies = Table(copies_slots, copies_size)
     speculative = Table(speculative_slots, speculative_size)
-    columns = _Rows(hash_of_row, set_of_row, seed_of_row, free_rows, num_free)
-    sets, scratch = _Sets(bits, meta, intern, header, in_domain), _Scratch(hashes, rows, flags)
+    columns = Rows(hash_of_row, set_of_row, seed_of_row, free_rows, num_free)
+    sets, scratch = Sets(bits, meta, intern, header, in_domain), _Scratch(hashes, rows, flags)
     num_blocks = 0
     out_counts[NUM_COUNTS] = DONE
     for event in range(first, last):

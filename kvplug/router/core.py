@@ -34,6 +34,7 @@ F64 = npt.NDArray[np.float64]
 
 # Of ingestion, for which a query may have to wait: about 15 us.
 _BLOCKS_PER_SLICE = 96
+_SLOTS_PER_SLICE = 1024
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,15 +103,22 @@ class Router:
     def apply_records(self, rank: Rank, records: Records) -> Applied:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
         applied, at = Applied(), 0
-        while at < records.num_events:
-            with self._lock.patiently:
+        with self._lock.patiently as turn:
+            while at < records.num_events:
                 at = self.index.apply_records(rank, records, at, _BLOCKS_PER_SLICE, applied)
+                turn.give_way()
         return applied
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
-        with self._lock:
-            return self.index.clear(rank) if rank in self.index.numbers else 0
+        with self._lock.patiently as turn:
+            if rank not in self.index.numbers:
+                return 0
+            clearing = self.index.start_clear(rank)
+            while not clearing.is_done:
+                clearing.advance(_SLOTS_PER_SLICE)
+                turn.give_way()
+            return clearing.num_dropped
 
     def route(
         self,

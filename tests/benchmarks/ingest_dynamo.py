@@ -8,10 +8,10 @@ import time
 
 os.environ.setdefault("DYN_LOG", "error")
 
-from dynamo._core import SelectionService  # noqa: E402
+from dynamo._core import SelectionService
 
-from tests.benchmarks.ingest_tokens import BLOCK_SIZE, last_tokens  # noqa: E402
-from tests.benchmarks.sides import serve  # noqa: E402
+from tests.benchmarks.ingest_tokens import BLOCK_SIZE, last_tokens
+from tests.benchmarks.sides import serve
 
 TIMEOUT_S = 60.0
 

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from kvplug import codec, Rank, Router, RouterConfig
+from kvplug import Rank, Router, RouterConfig, codec
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
 from tests.benchmarks.ingest_frames import frames
