@@ -31,6 +31,7 @@ class HashTable:
     def __init__(self) -> None:
         self.slots: U64 = np.zeros(2 * _MIN_CAPACITY, dtype=np.uint64)
         self.count: I64 = np.zeros(1, dtype=np.int64)
+        self.num_growths = 0  # how often `slots` has become another array
 
     def __len__(self) -> int:
         return int(self.count[0])
@@ -112,3 +113,4 @@ class HashTable:
         slots = np.zeros(2 * grown, dtype=np.uint64)
         kernels.rehash(self.slots, slots)
         self.slots = slots
+        self.num_growths += 1

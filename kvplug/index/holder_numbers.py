@@ -27,6 +27,7 @@ class HolderNumbers:
         self.ranks: list[Rank | None] = []
         self.rank_of_holder: I32 = np.empty(0, dtype=np.int32)
         self.tier_of_holder: I32 = np.empty(0, dtype=np.int32)
+        self.num_changes = 0  # of who has which number
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
         self._holder_of_tier: dict[int, I64] = {}
@@ -54,6 +55,7 @@ class HolderNumbers:
             return self._number_of[rank]
         number = self.ranks.index(None) if None in self.ranks else len(self.ranks)
         self.ranks[number : number + 1] = [rank]
+        self.num_changes += 1
         self._number_of[rank] = number
         return number
 
@@ -61,6 +63,7 @@ class HolderNumbers:
         """The rank and its holders have no numbers any more."""
         number = self._number_of.pop(rank)
         self.ranks[number] = None
+        self.num_changes += 1
         self._holder_of_tier.pop(number, None)
         for tier in Tier:
             holder = self._holder_of.pop((number, tier), None)
@@ -73,6 +76,7 @@ class HolderNumbers:
         if holder is None:
             holder = self._holder_of[rank_number, tier] = self._free_holder()
             self._holder_of_tier.pop(rank_number, None)
+            self.num_changes += 1
             self.rank_of_holder[holder], self.tier_of_holder[holder] = rank_number, tier
         return holder
 

@@ -30,6 +30,7 @@ class HolderSets:
         self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
         self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
         self.header: I64 = np.array([self.words, 1, 0], dtype=np.int64)
+        self.num_growths = 0  # how often arrays have become others
 
     def __len__(self) -> int:
         """Number of distinct sets in use, the empty one not counted."""
@@ -113,6 +114,7 @@ class HolderSets:
         wide[:, : self.words] = self.bits.reshape(-1, self.words)
         self.bits, self.words = wide.reshape(-1), words
         self.header[kernels.WORDS] = words
+        self.num_growths += 1
 
     def _grow(self, capacity: int) -> None:
         old = len(self.meta) // 2
@@ -125,3 +127,4 @@ class HolderSets:
         self.meta = np.concatenate([self.meta, fresh])
         self.intern = np.zeros(int(capacity / _MAX_LOAD), dtype=np.uint32)
         kernels.reintern(self.words, capacity, self.meta, self.intern)
+        self.num_growths += 1

@@ -56,10 +56,17 @@ class Holdings:
         self.seed_of_row: U64 = np.zeros(_MIN_ROWS, dtype=np.uint64)
         self.free_rows: U64 = np.arange(_MIN_ROWS - 1, 0, -1).astype(np.uint64)
         self.num_free: I64 = np.array([_MIN_ROWS - 1], dtype=np.int64)
+        self._num_growths = 0
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
         return len(self.table)
+
+    @property
+    def num_growths(self) -> int:
+        """How often arrays have become others, by growing."""
+        parts = self.table.num_growths + self.copies.num_growths + self.sets.num_growths
+        return self._num_growths + parts
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +185,7 @@ class Holdings:
         padding = np.zeros(old - num_free, dtype=np.uint64)
         self.free_rows = np.concatenate([fresh, self.free_rows[:num_free], padding])
         self.num_free += len(fresh)
+        self._num_growths += 1
 
 
 def _copy_keys(holder: int, rows: U64) -> U64:

@@ -7,6 +7,8 @@ What it cannot do is left to BlockIndex, event by event: kernels/applying.py say
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -39,6 +41,9 @@ class RecordApplier:
         self._block_size = block_size
         self._numbers, self._holdings, self._speculative = numbers, holdings, speculative
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS + 1, dtype=np.int64)
+        self._arrays: tuple[Any, ...] = ()
+        self._arrays_domain: Domain | None = None
+        self._arrays_state = (0, 0, 0)
         self._make_scratch(_MIN_SCRATCH)
 
     @property
@@ -63,8 +68,6 @@ class RecordApplier:
     def _call(
         self, number: int, domain: Domain, records: Records, first: int, max_blocks: int
     ) -> int:
-        held, expected = self._holdings, self._speculative.table
-        sets = held.sets
         at = kernels.apply_records(
             first,
             records.num_events,
@@ -76,6 +79,23 @@ class RecordApplier:
             records.names,
             records.tokens,
             self._numbers.holder_of_tier(number),
+            *self._arrays_for(domain),
+        )
+        return int(at)
+
+    def _arrays_for(self, domain: Domain) -> tuple[Any, ...]:
+        """The arrays that stay the same between calls, until one of them grows."""
+        tables = domain.table.num_growths + self._speculative.table.num_growths
+        num_growths = tables + self._holdings.num_growths
+        state = num_growths, self._numbers.num_changes, len(domain.ranks)
+        if domain is not self._arrays_domain or state != self._arrays_state:
+            self._arrays_domain, self._arrays_state = domain, state
+            self._arrays = self._collect_arrays(domain)
+        return self._arrays
+
+    def _collect_arrays(self, domain: Domain) -> tuple[Any, ...]:
+        held, expected = self._holdings, self._speculative.table
+        return (
             *held.table.arrays,
             *domain.table.arrays,
             *held.copies.arrays,
@@ -85,17 +105,13 @@ class RecordApplier:
             held.seed_of_row,
             held.free_rows,
             held.num_free,
-            sets.bits,
-            sets.meta,
-            sets.intern,
-            sets.header,
+            *held.sets.arrays,
             self.members_of(domain),
             self._hashes,
             self._rows,
             self._flags,
             self._counts,
         )
-        return int(at)
 
     def _count(self, applied: Applied) -> None:
         num_stored, num_removed, num_unknown, _ = self._counts.tolist()
@@ -122,3 +138,4 @@ class RecordApplier:
         self._hashes: U64 = np.empty(num_blocks, dtype=np.uint64)
         self._rows: U64 = np.empty(num_blocks, dtype=np.uint64)
         self._flags = np.empty(num_blocks, dtype=np.uint8)
+        self._arrays_domain = None
