@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
+    BlockCopied,
     BlockRemoved,
     BlockStored,
     CxlStateTransition,
@@ -49,6 +50,12 @@ U64 = npt.NDArray[np.uint64]
 
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 """What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
+
+_NOT_FOLLOWED = {
+    BlockStored: Refusal.BIGRAM_TOKENS,
+    BlockCopied: Refusal.NO_TOKENS,
+    CxlStateTransition: Refusal.CXL_TRANSITION,
+}
 
 
 class Overlap(NamedTuple):
@@ -128,14 +135,14 @@ class BlockIndex:
             return applied
         for event in batch.events:
             match event:
-                case BlockStored():
+                case BlockStored(bigrams=False):
                     self._store(rank, event, applied)
                 case BlockRemoved():
                     self._remove(rank, event, applied)
                 case AllBlocksCleared():
                     applied.num_cleared += self.clear(rank, event.tier)
-                case CxlStateTransition():
-                    applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
+                case BlockStored() | BlockCopied() | CxlStateTransition():
+                    applied.refuse(_NOT_FOLLOWED[type(event)], len(event.block_hashes))
         return applied
 
     def match(self, sequence_hashes: Hashes) -> Segments:

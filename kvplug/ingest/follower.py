@@ -14,7 +14,15 @@ from msgspec import structs
 
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Rank
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockCopied,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Rank,
+)
 from kvplug.index.applied import Applied, Refusal
 from kvplug.ingest.sequence import Arrival, SequenceTracker
 from kvplug.router.core import Router
@@ -26,8 +34,12 @@ _CURE = {
     Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
     "blocks become known again as it stores new prefixes, or at once when it restarts",
     Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
+    Refusal.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs of tokens; "
+    "route such engines by load",
     "undecodable": "check that the endpoint is an event publisher and no other service",
 }
+# Of these the index takes nothing, so that it lacks what the events said.
+_UNUSABLE = {Refusal.NO_TOKENS.value, Refusal.BIGRAM_TOKENS.value}
 
 
 class Follower:
@@ -47,6 +59,7 @@ class Follower:
         self._router = router
         self._ranks = {rank}
         self._full_groups: set[int] = set()
+        self._pooled_media: set[str] = set()
 
     def on_connected(self) -> None:
         """The publisher is there (again)."""
@@ -104,6 +117,9 @@ class Follower:
             self._mark_incomplete(f"events could not be used: {reason}")
         for medium in batch.unknown_media:
             self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
+        for medium in set(batch.pooled_media) - self._pooled_media:
+            self._pooled_media.add(medium)
+            logger.info("%s: blocks in %s count as in host memory", self.rank, medium)
         self._count(self._router.apply(rank, self._of_full_attention(batch)))
 
     def _of_full_attention(self, batch: EventBatch) -> EventBatch:
@@ -120,7 +136,7 @@ class Follower:
         return structs.replace(batch, events=kept)
 
     def _concerns_prefixes(self, event: Event) -> bool:
-        if not isinstance(event, BlockRemoved) or not self._full_groups:
+        if not isinstance(event, BlockRemoved | BlockCopied) or not self._full_groups:
             return True
         return event.group in self._full_groups
 
@@ -131,6 +147,8 @@ class Follower:
             self._skip(reason, count)
         if applied.refused[Refusal.UNKNOWN_PARENT.value]:
             self._mark_incomplete("blocks came whose parents are unknown")
+        for reason in _UNUSABLE & applied.refused.keys():
+            self._mark_incomplete(f"events could not be used: {reason}")
 
     def _mark_incomplete(self, reason: str) -> None:
         if self.incomplete is None:
