@@ -69,6 +69,8 @@ _SHA256_HEX: Final = re.compile("[0-9a-fA-F]{64}")
 
 _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Index = Annotated[int, Meta(ge=0)]
+# What is larger is no group of a model; a follower remembers those that it has seen.
+_Group = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 
 class _MmObject(Struct):
@@ -98,7 +100,7 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    group_idx: Index | None = None
+    group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     # In maps only.
@@ -180,7 +182,7 @@ class Removed(Struct, tag_field="type", tag="BlockRemoved"):
 
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
-    group_idx: Index | None = None
+    group_idx: _Group | None = None
 
     def event(self) -> events.BlockRemoved:
         """Check what must hold together, and translate; SkipError if it does not."""

@@ -323,6 +323,7 @@ def test_a_bare_image_identifier_is_told_from_a_salt_by_the_dialect():
         (REMOVED | {"block_hashes": [bytes(65)]}, Reason.BAD_HASH),
         (REMOVED | {"block_hashes": ["00" * 32]}, Reason.BAD_HASH),
         (REMOVED | {"group_idx": -1}, Reason.BAD_FIELD),
+        (REMOVED | {"group_idx": 2**16}, Reason.BAD_FIELD),
         (REMOVED | {"medium": 1}, Reason.BAD_FIELD),
         (MOVED | {"new_state": "lost"}, Reason.BAD_FIELD),
         (MOVED | {"accessible_workers": [1]}, Reason.BAD_FIELD),

@@ -111,7 +111,6 @@ class Follower:
 
     def _apply(self, batch: EventBatch) -> None:
         rank = Rank(self.rank.worker, self.rank.dp_rank if batch.dp_rank is None else batch.dp_rank)
-        self._ranks.add(rank)
         for reason, count in batch.skipped.items():
             self._skip(reason, count)
             self._mark_incomplete(f"events could not be used: {reason}")
@@ -120,7 +119,10 @@ class Follower:
         for medium in set(batch.pooled_media) - self._pooled_media:
             self._pooled_media.add(medium)
             logger.info("%s: blocks in %s count as in host memory", self.rank, medium)
-        self._count(self._router.apply(rank, self._of_full_attention(batch)))
+        applied = self._router.apply(rank, self._of_full_attention(batch))
+        if Refusal.UNKNOWN_RANK.value not in applied.refused:  # or any number would be remembered
+            self._ranks.add(rank)
+        self._count(applied)
 
     def _of_full_attention(self, batch: EventBatch) -> EventBatch:
         """Drop removals of other groups of a hybrid model.

@@ -148,3 +148,4 @@ def test_a_pooled_medium_is_named_once(follower, caplog):
 def test_a_rank_that_is_not_routed_to_is_counted(follower):
     follower.receive(message(0, stored(1), dp_rank=3))
     assert follower.skipped == {"unknown_rank": 1}
+    assert Rank("w", 3) not in follower._ranks, "or any number would be remembered"
