@@ -1,7 +1,10 @@
-"""A subscription to one stock event publisher (vLLM, SGLang) over ZMQ PUB/SUB.
+"""A subscription to stock event publishers (vLLM, SGLang) over ZMQ PUB/SUB.
 
-In:  an endpoint and a topic prefix.   Out: multipart messages, and when the connection came and
-went.
+In:  an endpoint and a topic prefix.   Out: multipart messages, the topic first, and when the
+connection came and went.
+
+Either it connects to one publisher, or it binds and many publishers connect to it. Bound, it is
+told that a peer came or went, but not which one.
 
 ZMQ reconnects by itself and says nothing, so a message after a reconnection looks like any other.
 A monitor socket tells the two lives apart; `renew` then leaves whatever the old life had queued.
@@ -34,8 +37,16 @@ class Connection(Enum):
 class ZmqSubscription:
     """One SUB socket with its monitor. Use it from one thread only."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: str) -> None:
-        self.endpoint = endpoint
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        topic: str,
+        *,
+        bind: bool = False,
+    ) -> None:
+        """`endpoint` is the one that was bound, with its port, if `bind` is true."""
+        self.endpoint, self.bind = endpoint, bind
         self._context, self._topic = context, topic
         self._open()
 
@@ -61,7 +72,9 @@ class ZmqSubscription:
         return changes
 
     def renew(self) -> None:
-        """Start over with a new socket, without what the old one had queued."""
+        """Start over with a new socket, without what the old one had queued; not if it is bound."""
+        if self.bind:
+            raise TransportError(f"cannot renew {self.endpoint!r}: other publishers use it as well")
         self.close()
         self._open()
 
@@ -82,10 +95,18 @@ class ZmqSubscription:
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
-            self._socket.connect(self.endpoint)
+            self._attach()
         except zmq.ZMQError as error:
             self.close()
+            attempt = "bind" if self.bind else "subscribe to events at"
             raise TransportError(
-                f"cannot subscribe to events at {self.endpoint!r}: expected an endpoint like "
+                f"cannot {attempt} {self.endpoint!r}: expected an endpoint like "
                 f"tcp://127.0.0.1:5557, got: {error}"
             ) from error
+
+    def _attach(self) -> None:
+        if not self.bind:
+            self._socket.connect(self.endpoint)
+            return
+        self._socket.bind(self.endpoint)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

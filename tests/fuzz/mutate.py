@@ -44,7 +44,7 @@ class Mutator:
     def payload(self):
         """One payload; about a sixth is as an engine would send it."""
         dice = self._rng.random()
-        if dice < 0.4:
+        if dice < 0.3:
             return self._damaged_bytes()
         if dice < 0.84:
             return _pack(self._damaged_value(self._value(), 0))
@@ -119,6 +119,9 @@ class Mutator:
 
     def _damaged_list(self, values, depth):
         at, dice = self._rng.randrange(len(values)), self._rng.random()
+        if depth == 0 and dice < 0.85:  # into the events: a batch with a wrong rank tells little
+            values[1:2] = [self._damaged_value(value, 1) for value in values[1:2]]
+            return values
         if dice < 0.08:
             del values[at]
         elif dice < 0.16:
