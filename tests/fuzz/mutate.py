@@ -59,10 +59,15 @@ class Mutator:
         if dice > 0.03:
             number = max(0, self._next_number + self._rng.choice(_GAPS))
             self._next_number = number + 1
-            return [self._rng.choice(_TOPICS), number.to_bytes(8, "big"), payload]
-        frames = [self._rng.choice(_TOPICS), self._rng.randbytes(self._rng.randrange(8)), payload]
+            return [self._topic(), number.to_bytes(8, "big"), payload]
+        frames = [self._topic(), self._rng.randbytes(self._rng.randrange(8)), payload]
         self._rng.shuffle(frames)
         return frames[: self._rng.randrange(4)] * self._rng.randrange(1, 3)
+
+    def _topic(self):
+        if self._rng.random() < 0.3:
+            return b"kv@pod-%d@model" % self._rng.randrange(2**40)
+        return self._rng.choice(_TOPICS)
 
     def _value(self):
         if self._rng.random() < 0.5:

@@ -13,7 +13,9 @@ import msgspec
 
 from kvplug import Rank, Router, RouterConfig, codec
 from kvplug.events import Tier
+from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.follower import Follower
+from kvplug.topics import Topic
 from tests.fuzz import corpus
 
 _RANKS = (Rank("fed"), Rank("fed", 1))
@@ -93,6 +95,25 @@ class FollowerTarget:
         return sorted(self.router.index.engine_hashes_of(rank, tier).tolist())
 
 
+class DispatchTarget(FollowerTarget):
+    """The same behind a socket that engines share."""
+
+    name = "dispatch"
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self._dispatcher = TopicDispatcher()
+        self._dispatcher.add(self.follower, Topic("pod", "model"))
+        self._rng = rng
+
+    def read(self, frames):
+        if self._rng.random() < 0.01:
+            self._dispatcher.on_peer_came()
+            self._dispatcher.on_peer_came()
+            self._dispatcher.on_peer_lost()
+        self._dispatcher.receive(frames)
+
+
 class PayloadsTarget(FollowerTarget):
     """`Router.apply_payloads`, the decoder in a kernel, once there is one."""
 
@@ -105,6 +126,6 @@ class PayloadsTarget(FollowerTarget):
 
 TARGETS = {
     target.name: target
-    for target in (FollowerTarget, PayloadsTarget)
-    if target is FollowerTarget or hasattr(Router, "apply_payloads")
+    for target in (FollowerTarget, DispatchTarget, PayloadsTarget)
+    if target is not PayloadsTarget or hasattr(Router, "apply_payloads")
 }
