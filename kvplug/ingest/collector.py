@@ -60,7 +60,9 @@ class EventCollector:
         self._order_and_wait(lambda: self.dispatcher.remove(follower))
 
     def stop(self) -> None:
-        """End the thread and close all sockets."""
+        """End the thread and close all sockets; nothing if it was never started."""
+        if not self._thread.is_alive():
+            return
         self._order(self._end)
         self._thread.join(_STOP_TIMEOUT_S)
         self._wake_read.close()
