@@ -29,12 +29,12 @@ _NUM_SEQUENCE_BYTES = 8
 class TopicDispatcher:
     """add and remove followers; receive messages; on_peer_lost. Use it from one thread only.
 
-    Read: num_peers, and `unknown`, the messages that nobody takes, by topic ("..." for all beyond
-    the first hundred).
+    Read: num_peers, num_lost (peers that left so far), and `unknown`, the messages that nobody
+    takes, by topic ("..." for all beyond the first hundred).
     """
 
     def __init__(self) -> None:
-        self.num_peers = 0
+        self.num_peers = self.num_lost = 0
         self.unknown: Counter[str] = Counter()
         self._followers: dict[Topic, Follower] = {}
         self._by_frame: dict[bytes, Follower] = {}
@@ -74,12 +74,12 @@ class TopicDispatcher:
             follower.on_disconnected()
 
     def on_peer_came(self) -> None:
-        """A publisher connected; its topic is not known before it speaks."""
+        """Somebody connected; whether it is a publisher, and of what, is seen when it speaks."""
         self.num_peers += 1
 
     def on_peer_lost(self) -> None:
-        """Some publisher is gone; with the last one, all are."""
-        self.num_peers = max(0, self.num_peers - 1)
+        """Some peer is gone; with the last one, all publishers are."""
+        self.num_peers, self.num_lost = max(0, self.num_peers - 1), self.num_lost + 1
         if self.num_peers:
             self._suspects |= set(self._followers.values())
             return

@@ -4,7 +4,8 @@ In:  an endpoint and a topic prefix.   Out: multipart messages, the topic first,
 connection came and went.
 
 Either it connects to one publisher, or it binds and many publishers connect to it. Bound, it is
-told that a peer came or went, but not which one.
+told that a peer came or went, but not which one; whatever opens a connection (a probe of the port)
+is a peer, because ZMQ tells every end of a connection, but not of which ones it was more.
 
 ZMQ reconnects by itself and says nothing, so a message after a reconnection looks like any other.
 A monitor socket tells the two lives apart; `renew` then leaves whatever the old life had queued.
@@ -24,7 +25,9 @@ _MAX_MESSAGE_BYTES = 64 * 2**20
 _MAX_QUEUED_MESSAGES = 100_000
 _RECONNECT_MS = 100
 _MAX_RECONNECT_MS = 1000
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+# A peer whose machine is gone says no goodbye; libzmq answers these from a thread of its own.
+_HEARTBEAT_S = 5.0
+_MISSED_HEARTBEATS = 3
 
 
 class Connection(Enum):
@@ -44,9 +47,14 @@ class ZmqSubscription:
         topic: str,
         *,
         bind: bool = False,
+        heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        """`endpoint` is the one that was bound, with its port, if `bind` is true."""
-        self.endpoint, self.bind = endpoint, bind
+        """`endpoint` is the one that was bound, with its port, if `bind` is true.
+
+        A peer that does not answer three heartbeats is gone.
+        """
+        self.endpoint, self.bind, self._heartbeat_s = endpoint, bind, heartbeat_s
+        self._came = zmq.EVENT_ACCEPTED if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._context, self._topic = context, topic
         self._open()
 
@@ -67,7 +75,7 @@ class ZmqSubscription:
         changes = []
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            came = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            came = event == self._came
             changes.append(Connection.CAME if came else Connection.WENT)
         return changes
 
@@ -92,8 +100,11 @@ class ZmqSubscription:
         self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
+        heartbeat_ms = int(self._heartbeat_s * 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _MISSED_HEARTBEATS * heartbeat_ms)
         self._socket.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
-        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._monitor = self._socket.get_monitor_socket(self._came | zmq.EVENT_DISCONNECTED)
         try:
             self._attach()
         except zmq.ZMQError as error:

@@ -1,5 +1,7 @@
 """Many publishers that connect to one socket of ours."""
 
+import socket
+
 import pytest
 import zmq
 
@@ -105,6 +107,18 @@ async def test_when_all_engines_are_gone_nothing_is_known(router, publishers):
     for publisher in publishers:
         publisher.close()
     await until(lambda: len(router.index) == 0, "the blocks are forgotten")
+
+
+async def test_a_probe_of_the_port_is_no_loss(router, collector, publishers):
+    publishers[0].send(0, stored(1))
+    await until(lambda: len(router.index) == 1, "the block is known")
+    port = int(collector.endpoint.rpartition(":")[2])
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", port)).close()
+    await until(lambda: collector.dispatcher.num_lost == 3, "the probes are seen")
+    publishers[0].send(1, stored(11))
+    await until(lambda: len(router.index) == 2, "the worker's stream goes on")
+    assert collector.dispatcher.num_peers == 2
 
 
 async def test_the_topic_narrows_what_is_received(router, connect):
