@@ -2,11 +2,11 @@
 
 In:  one event as msgpack values.   Out: its shape, and what it says of the shape's fields.
 
-    vLLM up to 0.23        an array; the order of its fields is the shape's
-    SGLang 0.5.18 to 0.5.2x  an array of vLLM's first fields, then a map with the cache salt
-    Dynamo 1.2             vLLM's array with `block_mm_infos` before the cache group
-    SGLang with EAGLE      pairs of tokens instead of tokens
-    vLLM, LMCache          digests instead of 64-bit hashes, where they are told to
+    vLLM up to 0.23         an array; the order of its fields is the shape's
+    SGLang 0.5.18           an array of vLLM's first fields, then a map with the cache salt
+    Dynamo 1.2              vLLM's array with `block_mm_infos` before the cache group
+    SGLang with EAGLE       pairs of tokens instead of tokens
+    vLLM, LMCache           digests instead of 64-bit hashes, where they are told to
 
 Nothing is checked here beyond what is needed to tell the dialects apart; the shape does that.
 """
