@@ -20,7 +20,9 @@ from kvplug.ingest.skips import Skips
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 
-_MAX_RUN_LENGTH = 256
+# Messages in one run. Between runs other threads get the interpreter: a query that waits for it
+# waits for some 30 us of Python.
+_MAX_RUN_LENGTH = 16
 
 
 logger = logging.getLogger(__name__)
