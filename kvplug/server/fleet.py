@@ -116,7 +116,8 @@ class Fleet:
         topic = Topic.parse(worker.spec.topic)
         if worker.spec.events is not None:
             worker.follower = Follower(self._router, Rank(worker.url))
-            self._listener.follow(worker.follower, worker.spec.events, worker.spec.topic)
+            spec = worker.spec
+            self._listener.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
         elif self._collector is not None and topic is not None:
             worker.follower = Follower(self._router, Rank(worker.url))
             self._collector.follow(worker.follower, topic)
