@@ -205,7 +205,7 @@ class Repair:
             if self.last is None:
                 self._flaw = trust.EXACT
             self.last = expected - 1
-            self._check_at_s = self._clock() + self._settings.check_every_s
+            self._check_at_s = self._clock() + self._settings.confirm_after_s
             self._apply(payloads)
         return len(payloads)
 
