@@ -13,9 +13,9 @@ class RepairSettings:
     answer_timeout_s: silence after which a replay has failed; max_tries: failures in a row before
     a pause of pause_s; lost_after_s: an interrupted stream loses its blocks after that;
     max_held_bytes: of live messages that wait for a replay, more are asked for later.
-    confirm_after_s: a loss shows only with the next message, and a publisher learns of a subscription
-    some time after the connection; so after the last message and a silence of this length the engine
-    is asked once whether there is more, and then every check_every_s while it stays silent.
+    confirm_after_s: a loss shows only with the next message, and a publisher learns of a
+    subscription some time after the connection; so after a silence of this length the engine is
+    asked once whether there is more, and then every check_every_s while it stays silent.
     """
 
     answer_timeout_s: float = 5.0
