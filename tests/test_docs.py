@@ -98,11 +98,15 @@ def test_every_dialect_has_vectors_and_every_vector_a_dialect():
     assert files >= {row for row in rows if re.match(r"[a-z]+-\d", row)}
 
 
-def test_the_shared_endpoint_in_the_documentation_is_understood():
-    [command] = re.findall(
-        r"^python -m kvplug.router (.*?)\nvllm", EVENTS, re.DOTALL | re.MULTILINE
+def test_the_commands_of_the_page_on_events_are_understood():
+    replayed, shared = (
+        parse(shlex.split(command.replace("\\\n", " ")))[0]
+        for command in re.findall(
+            r"^python -m kvplug.router (.*?)\n(?:vllm|```)", EVENTS, re.DOTALL | re.MULTILINE
+        )
     )
-    config, _ = parse(shlex.split(command.replace("\\\n", " ")))
+    assert replayed.workers[0].replay == "tcp://10.0.0.7:6557"
+    config = shared
     assert config.events_bind == "tcp://0.0.0.0:5557"
     assert [str(Topic.parse(worker.topic)) for worker in config.workers] == [
         "kv@pod-0@qwen",
