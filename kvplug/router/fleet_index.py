@@ -156,6 +156,12 @@ class FleetIndex:
         """Whether the worker has this model; one that named none may have any."""
         return self._members[worker].model in ("", model)
 
+    def block_size_of(self, worker: str) -> int | None:
+        """Tokens per block of the worker; None while that is not known."""
+        member = self._members[worker]
+        known = member.block_size or self.block_size
+        return known or (member.section.block_size if member.holding else None)
+
     def asked(self, numbers: I64) -> Iterable[Section]:
         """The sections that these ranks are in."""
         if len(self.sections) == 1:

@@ -10,35 +10,55 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvplug.errors import ConfigError
+from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.router.config import RouterConfig
 
 _FORM = (
-    "URL[,events=ENDPOINT][,topic=PREFIX], like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
+    "URL[,events=ENDPOINT][,topic=PREFIX][,block_size=N], like "
+    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One engine: where its API is, and where it publishes its KV events (None: nowhere)."""
+    """One engine: where its API is, and where it publishes its KV events (None: nowhere).
+
+    block_size: its tokens per block; None: the router's, else what its events say.
+    """
 
     url: str
     events: str | None = None
     topic: str = ""
+    block_size: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,topic=PREFIX]`."""
+        """From `URL[,events=ENDPOINT][,topic=PREFIX][,block_size=N]`."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if key not in ("events", "topic") or not equals or key in values:
+            if key not in ("events", "topic", "block_size") or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
             values[key] = value
         if "events" in values and "://" not in values["events"]:
             raise ConfigError(f"worker {text!r}: events={values['events']!r}; expected {_FORM}")
-        return cls(url=url.rstrip("/"), events=values.get("events"), topic=values.get("topic", ""))
+        return cls(
+            url=url.rstrip("/"),
+            events=values.get("events"),
+            topic=values.get("topic", ""),
+            block_size=_block_size(values.get("block_size"), text),
+        )
+
+
+def _block_size(value: str | None, text: str) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and 1 <= int(value) <= MAX_BLOCK_SIZE):
+        limits = f"a whole number in [1, {MAX_BLOCK_SIZE}]"
+        raise ConfigError(f"worker {text!r}: block_size={value!r}; expected {limits}")
+    return int(value)
 
 
 def _require_http(url: str, text: str) -> None:

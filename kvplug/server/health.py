@@ -15,7 +15,9 @@ def health_of(fleet: Fleet) -> dict[str, Any]:
     workers = list(fleet.workers.values())
     return {
         "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
-        "workers": [_worker(worker) for worker in workers],
+        "workers": [
+            {**_worker(worker), "block_size": fleet.block_size_of(worker)} for worker in workers
+        ],
     }
 
 

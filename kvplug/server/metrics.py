@@ -81,6 +81,11 @@ class _Readings(Collector):
         for model, count in self._prompts.untokenized.items():
             family.add_metric([model], count)
         yield family
+        text = "requests routed without knowing what is cached of them"
+        family = CounterMetricFamily("kvplug_requests_without_prefix", text, labels=["reason"])
+        for reason, count in self._prompts.without_prefix.items():
+            family.add_metric([reason], count)
+        yield family
 
     def _of_workers(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvplug_worker_up", "1 if the worker is up", labels=["worker"])

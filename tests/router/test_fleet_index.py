@@ -53,9 +53,11 @@ def check(router):
 def test_block_sizes_are_learnt_and_compared_in_tokens():
     router = make_router()
     router.add_worker("fine"), router.add_worker("coarse")
+    assert router.fleet_index.block_size_of("fine") is None
     assert store(router, "fine", PROMPT[:24], 4).num_stored == 6
     assert store(router, "coarse", PROMPT[:48], 16).num_stored == 3
     assert sizes(router) == [4, 16]
+    assert [router.fleet_index.block_size_of(w) for w in ("fine", "coarse")] == [4, 16]
     decision = router.route(PROMPT)
     assert (decision.rank, decision.cached_tokens) == (Rank("coarse"), 48)
     assert (decision.block_size, decision.overlap_blocks, decision.prompt_blocks) == (16, 3, 4)
