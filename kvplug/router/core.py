@@ -211,12 +211,12 @@ class Router:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
 
     def _candidates(self, model: str, workers: Collection[str] | None) -> I64:
+        if model:
+            workers = self.fleet_index.workers_with(model, workers)
         numbers = [
             number
             for number, rank in enumerate(self.fleet_index.numbers.ranks)
-            if rank is not None
-            and (workers is None or rank.worker in workers)
-            and (not model or self.fleet_index.serves(rank.worker, model))
+            if rank is not None and (workers is None or rank.worker in workers)
         ]
         if not numbers:
             known = ", ".join(str(rank) for rank in self.ranks) or "none"

@@ -17,7 +17,7 @@ Where a worker belongs may become known after its first events. Two rules follow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -152,9 +152,10 @@ class FleetIndex:
         self._place(member, None)
         return num_blocks
 
-    def serves(self, worker: str, model: str) -> bool:
-        """Whether the worker has this model; one that named none may have any."""
-        return self._members[worker].model in ("", model)
+    def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
+        """Those of the workers that have this model; one that named none may have any."""
+        having = {name for name, each in self._members.items() if each.model in ("", model)}
+        return having if workers is None else having.intersection(workers)
 
     def block_size_of(self, worker: str) -> int | None:
         """Tokens per block of the worker; None while that is not known."""

@@ -52,8 +52,13 @@ def tokens(seed, count):
 
 @pytest.mark.parametrize(
     "namespace",
-    [{"salt": "tenant"}, {"lora": "adapter"}, {"lora": "adapter", "salt": "tenant"}],
-    ids=lambda namespace: "+".join(namespace),
+    [
+        {"salt": "tenant"},
+        {"lora": "adapter"},
+        {"lora": "adapter", "salt": "tenant"},
+        {"lora": "adapter", "salt": "adapter"},
+    ],
+    ids=lambda namespace: "+".join(namespace.values()),
 )
 def test_chunks_and_decoded_blocks_inherit_the_namespace(followed, namespace):
     # The first chunk is two of six blocks; three more are decoded.
