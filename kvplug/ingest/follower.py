@@ -10,31 +10,23 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from msgspec import structs
-
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Rank
-from kvplug.index.applied import Applied, Refusal
+from kvplug.events import Rank
+from kvplug.index.applied import Refusal
+from kvplug.ingest.applier import Applier, Effect
 from kvplug.ingest.sequence import Arrival, SequenceTracker
+from kvplug.ingest.skips import Skips
 from kvplug.router.core import Router
 
 logger = logging.getLogger(__name__)
-
-_CURE = {
-    Refusal.BLOCK_SIZE.value: "start the router with the engine's --block-size",
-    Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
-    "blocks become known again as it stores new prefixes, or at once when it restarts",
-    Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
-    "undecodable": "check that the endpoint is an event publisher and no other service",
-}
 
 
 class Follower:
     """Feed it with `receive`; tell it about `connected` and `disconnected`.
 
     Read: connected, incomplete (why the index may not hold all of the worker's blocks, or None),
-    sequence, and the counters `messages`, `stored`, `removed` and `skipped` by reason.
+    sequence, and the counters `num_messages`, `num_stored`, `num_removed`, `skipped` by reason.
     """
 
     def __init__(self, router: Router, rank: Rank) -> None:
@@ -42,11 +34,24 @@ class Follower:
         self.connected = False
         self.incomplete: str | None = None
         self.sequence = SequenceTracker()
-        self.num_messages = self.num_stored = self.num_removed = 0
-        self.skipped: Counter[str] = Counter()
-        self._router = router
-        self._ranks = {rank}
-        self._full_groups: set[int] = set()
+        self.num_messages = 0
+        self._skips = Skips(rank)
+        self._applier = Applier(router, rank, self._skips)
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks that the engine stored."""
+        return self._applier.num_stored
+
+    @property
+    def num_removed(self) -> int:
+        """Blocks that the engine removed."""
+        return self._applier.num_removed
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """By reason, how much of the stream could not be used."""
+        return self._skips.by_reason
 
     def on_connected(self) -> None:
         """The publisher is there (again)."""
@@ -65,18 +70,15 @@ class Follower:
         self.num_messages += 1
         try:
             frame = codec.parse_frames(frames)
-            batch = codec.decode(frame.payload)
         except DecodeError as error:
-            self._skip("undecodable", 1, str(error))
+            self._skips.add("undecodable", 1, str(error))
             return
         arrival = self.sequence.observe(frame.seq)
         if arrival is Arrival.DUPLICATE:
-            self._skip("duplicate", 1)
+            self._skips.add("duplicate")
             return
         self._note(arrival)
-        if _clears_everything(batch):
-            self.incomplete = None  # whatever was missed is gone from the engine, too
-        self._apply(batch)
+        self._judge(self._applier.apply([frame.payload]))
 
     def _note(self, arrival: Arrival) -> None:
         if arrival is Arrival.RESTART:
@@ -87,62 +89,23 @@ class Follower:
         elif arrival is Arrival.LATE_JOIN:
             self._mark_incomplete("the router joined after the engine's first events")
 
+    def _judge(self, effect: Effect) -> None:
+        if effect.cleared:
+            self.incomplete = None  # whatever was missed is gone from the engine, too
+        for reason in effect.defects:
+            if reason == Refusal.UNKNOWN_PARENT:
+                self._mark_incomplete("blocks came whose parents are unknown")
+            else:
+                self._mark_incomplete(f"events could not be used: {reason}")
+
     def _start_over(self) -> None:
         last = self.sequence.last
         self.sequence.reset()
         self.incomplete = None
-        self._full_groups.clear()
-        for rank in self._ranks:
-            self._router.clear(rank)
+        self._applier.clear()
         logger.debug("%s: starting over after sequence number %s", self.rank, last)
-
-    def _apply(self, batch: EventBatch) -> None:
-        rank = Rank(self.rank.worker, self.rank.dp_rank if batch.dp_rank is None else batch.dp_rank)
-        self._ranks.add(rank)
-        for reason, count in batch.skipped.items():
-            self._skip(reason, count)
-            self._mark_incomplete(f"events could not be used: {reason}")
-        for medium in batch.unknown_media:
-            self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
-        self._count(self._router.apply(rank, self._of_full_attention(batch)))
-
-    def _of_full_attention(self, batch: EventBatch) -> EventBatch:
-        """Drop removals of other groups of a hybrid model.
-
-        vLLM gives a block the same hash in every group, and a removal names only the group; which
-        groups have full attention is known from what they stored (the codec keeps out the rest).
-        """
-        stored = (event.group for event in batch.events if isinstance(event, BlockStored))
-        self._full_groups.update(stored)
-        kept = tuple(event for event in batch.events if self._concerns_prefixes(event))
-        if len(kept) < len(batch.events):
-            self._skip("removed_in_other_group", len(batch.events) - len(kept))
-        return structs.replace(batch, events=kept)
-
-    def _concerns_prefixes(self, event: Event) -> bool:
-        if not isinstance(event, BlockRemoved) or not self._full_groups:
-            return True
-        return event.group in self._full_groups
-
-    def _count(self, applied: Applied) -> None:
-        self.num_stored += applied.num_stored
-        self.num_removed += applied.num_removed
-        for reason, count in applied.refused.items():
-            self._skip(reason, count)
-        if applied.refused[Refusal.UNKNOWN_PARENT.value]:
-            self._mark_incomplete("blocks came whose parents are unknown")
 
     def _mark_incomplete(self, reason: str) -> None:
         if self.incomplete is None:
             logger.warning("%s: not all of its blocks are known: %s", self.rank, reason)
         self.incomplete = reason
-
-    def _skip(self, reason: str, count: int, detail: str = "") -> None:
-        if not self.skipped[reason]:
-            cure = _CURE.get(reason, "")
-            logger.warning("%s: events skipped: %s %s %s", self.rank, reason, detail, cure)
-        self.skipped[reason] += count
-
-
-def _clears_everything(batch: EventBatch) -> bool:
-    return any(isinstance(e, AllBlocksCleared) and e.tier is None for e in batch.events)

@@ -28,7 +28,9 @@ from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.index.clearing import Clearing
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
 
@@ -85,7 +87,8 @@ class _Member:
 
 
 class FleetIndex:
-    """Following workers: add_worker, apply, clear, remove_worker. Asking: asked, section_of.
+    """Following workers: add_worker, apply, apply_records, start_clear and end_clear,
+    remove_worker. Asking: asked, section_of, workers_with, block_size_of.
 
     `block_size` holds for workers that are added without one; None: it is learnt. `sections` is
     never empty. Not thread-safe; Router holds a lock.
@@ -142,15 +145,31 @@ class FleetIndex:
             member.holding.add(rank)
         return applied
 
-    def clear(self, rank: Rank) -> int:
-        """The rank holds nothing; returns how many copies it had."""
-        if rank not in self.numbers:
-            return 0
+    def apply_records(
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied
+    ) -> int:
+        """As BlockIndex.apply_records, in the index that is right for the rank."""
+        member = self._members.get(rank.worker)
+        if member is None:
+            index = self.sections[0].index
+            return index.apply_records(rank, records, first, max_blocks, applied)
+        if first == 0 and not member.holding:
+            self._place(member, records.block_size)
+        index = member.section.index
+        at = index.apply_records(rank, records, first, max_blocks, applied)
+        if applied.num_stored:
+            member.holding.add(rank)
+        return at
+
+    def start_clear(self, rank: Rank) -> Clearing:
+        """As BlockIndex.start_clear; `end_clear` once it is done."""
+        return self._members[rank.worker].section.index.start_clear(rank)
+
+    def end_clear(self, rank: Rank) -> None:
+        """The rank holds nothing: its worker may change its index now."""
         member = self._members[rank.worker]
-        num_blocks = member.section.index.clear(rank)
         member.holding.discard(rank)
         self._place(member, None)
-        return num_blocks
 
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """Those of the workers that have this model; one that named none may have any."""

@@ -9,6 +9,7 @@ A monitor socket tells the two lives apart; `renew` then leaves whatever the old
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 
 import zmq
@@ -47,8 +48,9 @@ class ZmqSubscription:
     def receive(self, max_messages: int) -> list[list[bytes]]:
         """Messages that have arrived, without waiting."""
         messages: list[list[bytes]] = []
-        while len(messages) < max_messages and self._socket.poll(0):
-            messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        with suppress(zmq.Again):
+            while len(messages) < max_messages:
+                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
         return messages
 
     def connection_changes(self) -> list[Connection]:

@@ -89,8 +89,6 @@ def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):
     [
         [b"one frame"],
         [b"topic", b"short", b"\x93"],
-        [b"topic", (0).to_bytes(8, "big"), b"\xc1\xff garbage"],
-        [b"topic", (0).to_bytes(8, "big"), b""],
         [],
     ],
 )
@@ -103,6 +101,17 @@ def test_garbage_is_counted_skipped_and_logged_once(router, follower, caplog, ga
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "check that the endpoint is an event publisher" in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize("payload", [b"\xc1\xff garbage", b""])
+def test_a_message_that_is_no_batch_leaves_the_rank_incomplete(router, follower, caplog, payload):
+    for number in range(2):
+        follower.receive([b"topic", number.to_bytes(8, "big"), payload])
+    follower.receive(message(2, stored(1)))
+    assert follower.skipped == {"undecodable": 2}
+    assert len(router.index) == 1
+    assert follower.incomplete == "events could not be used: undecodable"
+    assert caplog.text.count("check that the endpoint is an event publisher") == 1
 
 
 def test_a_wrong_block_size_is_named_with_the_cure(follower, caplog):
