@@ -116,7 +116,7 @@ class FleetIndex:
         if member is None:
             section = self._section_for(model, block_size or self.block_size)
             member = self._members[worker] = _Member(model, block_size, section)
-        if block_size not in (None, member.block_size):
+        if block_size not in (None, member.section.block_size):
             self._clear_all(member)  # what it holds is of another size
         member.model, member.block_size = model or member.model, block_size or member.block_size
         for dp_rank in range(len(member.ranks), dp_size):
