@@ -1,6 +1,8 @@
 """vLLM and SGLang in one fleet behind the standalone router, with block sizes of their own."""
 
+import subprocess
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -20,7 +22,14 @@ from tests.waiting import until
 @pytest.fixture(scope="module")
 def engines(vllm_python, tiny_model, sglang_python, sglang_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
-    vllm = VllmSettings(python=vllm_python, model_dir=tiny_model, block_size=32)
+    script, adapter = Path(__file__).with_name("tiny_adapter.py"), folder / "adapter"
+    subprocess.run([vllm_python, script, adapter], check=True, timeout=120)
+    vllm = VllmSettings(
+        python=vllm_python,
+        model_dir=tiny_model,
+        block_size=32,
+        extra_flags=("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"),
+    )
     sglang = SglangSettings(python=sglang_python, model_dir=sglang_model, block_size=64)
     servers = [
         VllmServer("vllm", vllm, log_dir=folder),
@@ -59,20 +68,21 @@ async def complete(client, url, prompt, **how):
         return cached_tokens(answer) if answer["usage"].get("prompt_tokens_details") else 0
 
 
-def known_tokens(service, engine, prompt, namespace):
+def known_tokens(service, engine, prompt, namespace, lora):
     """How much of a prompt the router knows to be cached there."""
     rank = Rank(engine.url)
     index = service.router.index_of(rank)
-    hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed_of(namespace_of(namespace)))
+    seed = seed_of(namespace_of(namespace, lora))
+    hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed)
     depth = index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)]
     return int(depth) * index.block_size
 
 
-async def prime(service, client, engine, prompt, *, known=True, **how):
+async def prime(service, client, engine, prompt, *, known=True, lora="", **how):
     """Have one engine cache a prompt, past the router, and wait until the router knows."""
     await complete(client, engine.url, prompt, **how)
     asked = how if known else {}
-    arrived = lambda: known_tokens(service, engine, prompt, asked) == len(prompt)  # noqa: E731
+    arrived = lambda: known_tokens(service, engine, prompt, asked, lora) == len(prompt)  # noqa: E731
     await until(arrived, "its blocks are known")
 
 
@@ -101,6 +111,20 @@ async def test_both_kinds_are_predicted_exactly_in_every_namespace(engines):
             assert service.router.index_of(Rank(engine.url)).block_size == engine.block_size
             assert dict(worker.follower.skipped) == {}
         assert len(service.router.fleet_index.sections) == 2
+
+
+async def test_an_adapter_is_asked_for_by_its_name_and_matched_by_it(engines):
+    vllm, _ = engines
+    async with routing(engines) as (service, client):
+        async with client.get(f"{service.url}/v1/models") as response:
+            cards = {card["id"]: card["parent"] for card in (await response.json())["data"]}
+        assert cards == {MODEL: None, "tiny": MODEL}
+        prompt = ids(400, 256)
+        await prime(service, client, vllm, prompt, lora="tiny", model="tiny")
+        found = await ask(service, client, [*prompt, 7], model="tiny")
+        assert found == (vllm.url, 256, 256)
+        _, *found = await ask(service, client, [*prompt, 7])
+        assert found == [0, 0]
 
 
 async def test_the_longer_prefix_wins_in_tokens_not_in_blocks(engines):

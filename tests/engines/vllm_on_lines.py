@@ -23,8 +23,7 @@ os.environ |= {
 
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from tiny_adapter import save_adapter
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
@@ -86,28 +85,6 @@ class Engine:
             "num_batches": self.num_batches,
             "blocks": [maybe_convert_block_hash(get_block_hash(key)) for key in keys],
         }
-
-
-def save_adapter(folder):
-    """A tiny LoRA adapter for the tiny model: two layers of 64."""
-    folder.mkdir(exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": 8,
-        "lora_alpha": 16,
-        "bias": "none",
-        "target_modules": ["q_proj", "v_proj"],
-        "base_model_name_or_path": "tiny",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    weights = {}
-    for layer in range(2):
-        for module in config["target_modules"]:
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(8, 64) * 0.01
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(64, 8) * 0.01
-    save_file(weights, folder / "adapter_model.safetensors")
 
 
 if __name__ == "__main__":
