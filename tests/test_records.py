@@ -142,6 +142,15 @@ def assert_alike_if_decodable(payload):
     same_as_codec(payload)
 
 
+def test_a_field_that_comes_twice_is_read_alike_or_left_to_the_codec():
+    once = {"block_hashes": [7], "parent_block_hash": 5, "token_ids": [1], "block_size": 1}
+    event = bytearray(encode({"type": "BlockStored", **once}))
+    event[0] += 1  # one field more in the map
+    for name, value in (("parent_block_hash", None), ("medium", "CPU"), ("block_hashes", [9])):
+        twice = bytes(event) + encode(name) + encode(value)
+        assert_alike_if_decodable(b"\x92\x01\x91" + twice)
+
+
 def test_a_run_ends_where_the_dialect_or_the_rank_does():
     plain_batch = encode([1.0, [["BlockRemoved", [7], "GPU"]], 0])
     other_rank = encode([1.0, [["BlockRemoved", [7], "GPU"]], 1])

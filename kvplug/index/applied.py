@@ -16,6 +16,8 @@ class Refusal(StrEnum):
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
+    NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
+    BIGRAM_TOKENS = "bigram_tokens"  # requests are not hashed by pairs of tokens yet
     CXL_TRANSITION = "cxl_transition"  # CXL states are not followed yet
 
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
+    BlockCopied,
     BlockRemoved,
     BlockStored,
     CxlStateTransition,
@@ -53,7 +54,6 @@ U64 = npt.NDArray[np.uint64]
 
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 """What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
-
 
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
 _SLOTS_PER_BLOCK = 8
@@ -226,12 +226,16 @@ class BlockIndex:
 
     def _apply_event(self, rank: Rank, event: Event, applied: Applied) -> None:
         match event:
-            case BlockStored():
+            case BlockStored(bigrams=False):
                 self._store(rank, event, applied)
+            case BlockCopied():
+                self._copy(rank, event, applied)
             case BlockRemoved():
                 self._remove(rank, event, applied)
             case AllBlocksCleared():
                 applied.clear(self.clear(rank, event.tier), everything=event.tier is None)
+            case BlockStored():
+                applied.refuse(Refusal.BIGRAM_TOKENS, len(event.block_hashes))
             case CxlStateTransition():
                 applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
 
@@ -266,6 +270,15 @@ class BlockIndex:
         self.holdings.seed_of_row[rows] = seed
         self._domain_of[rank].table.put(names, rows)
         self.speculative.confirm(number, hashes)
+
+    def _copy(self, rank: Rank, event: BlockCopied, applied: Applied) -> None:
+        """The engine hash stands for a content, which is known if a rank here holds the block."""
+        rows = self._domain_of[rank].table.find(_as_u64(event.block_hashes))
+        known = rows[rows != 0]
+        number = self.numbers.number_of(rank)
+        self.holdings.store_rows(self.numbers.holder(number, event.tier), known)
+        applied.num_stored += len(known)
+        applied.refuse(Refusal.NO_TOKENS, len(rows) - len(known))
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
         domain, number = self._domain_of[rank], self.numbers.number_of(rank)

@@ -80,12 +80,16 @@ class Holdings:
 
         Returns the row of each block and how many blocks the holder did not have before.
         """
-        self.sets.reserve(holder, len(sequence_hashes))
         rows = self._rows_for(sequence_hashes)
+        return rows, self.store_rows(holder, rows)
+
+    def store_rows(self, holder: int, rows: U64) -> int:
+        """As `store`, for blocks that have rows; returns how many the holder did not have."""
+        self.sets.reserve(holder, len(rows))
         was_new = self.sets.add(holder, rows, self.set_of_row)
         if not was_new.all():
             self.copies.count_up(_copy_keys(holder, rows[~was_new]))
-        return rows, int(was_new.sum())
+        return int(was_new.sum())
 
     def drop(self, holder: int, rows: U64) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """The holder has one copy less of each block; rows may repeat.

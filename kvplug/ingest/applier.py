@@ -6,6 +6,7 @@ them leaves blocks of the engine unknown.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,13 +14,21 @@ from msgspec import structs
 
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import BlockRemoved, BlockStored, Event, EventBatch, Rank
+from kvplug.events import BlockCopied, BlockRemoved, BlockStored, Event, EventBatch, Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.ingest.skips import Skips
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 
-_MAX_RUN_LENGTH = 256
+# Messages in one run. Between runs other threads get the interpreter: a query that waits for it
+# waits for some 30 us of Python.
+_MAX_RUN_LENGTH = 16
+
+
+logger = logging.getLogger(__name__)
+
+# Of these the index takes nothing, so that it lacks what the events said.
+_UNUSABLE = {Refusal.NO_TOKENS.value, Refusal.BIGRAM_TOKENS.value}
 
 
 @dataclass(slots=True)
@@ -46,6 +55,7 @@ class Applier:
         self._router, self._rank, self._skips = router, rank, skips
         self._ranks = {rank}
         self._full_groups: set[int] = set()
+        self._pooled_media: set[str] = set()
         self._is_hybrid = False
         self._run_length = 1
 
@@ -78,10 +88,11 @@ class Applier:
         return records
 
     def _apply_run(self, records: Records, effect: Effect) -> None:
-        applied = self._router.apply_records(self._rank_of(records.dp_rank), records)
+        rank = self._rank_of(records.dp_rank)
+        applied = self._router.apply_records(rank, records)
         if applied.num_stored:
             self._full_groups.add(0)
-        self._count(applied, effect)
+        self._count(rank, applied, effect)
 
     def _apply_one(self, payload: bytes, effect: Effect) -> None:
         try:
@@ -93,23 +104,27 @@ class Applier:
         self._apply_batch(batch, effect)
 
     def _apply_batch(self, batch: EventBatch, effect: Effect) -> None:
-        kept = self._of_full_attention(batch)
-        self._count(self._router.apply(self._rank_of(batch.dp_rank), kept), effect)
+        rank = self._rank_of(batch.dp_rank)
+        applied = self._router.apply(rank, self._of_full_attention(batch))
+        self._count(rank, applied, effect)
         for reason, count in batch.skipped.items():
             self._is_hybrid |= reason.startswith("not_full_attention")
             self._skips.add(reason, count)
             effect.defects[reason] += count
         for medium in batch.unknown_media:
             self._skips.add("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
+        for medium in set(batch.pooled_media) - self._pooled_media:
+            self._pooled_media.add(medium)
+            logger.info("%s: blocks in %s count as in host memory", self._rank, medium)
 
     def _rank_of(self, dp_rank: int | None) -> Rank:
         if dp_rank is None or dp_rank == self._rank.dp_rank:
             return self._rank
-        rank = Rank(self._rank.worker, dp_rank)
-        self._ranks.add(rank)
-        return rank
+        return Rank(self._rank.worker, dp_rank)
 
-    def _count(self, applied: Applied, effect: Effect) -> None:
+    def _count(self, rank: Rank, applied: Applied, effect: Effect) -> None:
+        if applied.refused[Refusal.UNKNOWN_RANK.value] == 0:  # or any number would be remembered
+            self._ranks.add(rank)
         self.num_stored += applied.num_stored
         self.num_removed += applied.num_removed
         for reason, count in applied.refused.items():
@@ -119,6 +134,8 @@ class Applier:
             effect.defects.clear()
         if applied.num_orphans:
             effect.defects[Refusal.UNKNOWN_PARENT.value] += applied.num_orphans
+        for reason in _UNUSABLE & applied.refused.keys():
+            effect.defects[reason] += applied.refused[reason]
 
     def _of_full_attention(self, batch: EventBatch) -> EventBatch:
         """Drop removals of other groups of a hybrid model.
@@ -135,6 +152,6 @@ class Applier:
         return structs.replace(batch, events=kept)
 
     def _concerns_prefixes(self, event: Event) -> bool:
-        if not isinstance(event, BlockRemoved) or not self._full_groups:
+        if not isinstance(event, BlockRemoved | BlockCopied) or not self._full_groups:
             return True
         return event.group in self._full_groups

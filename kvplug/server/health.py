@@ -15,29 +15,28 @@ def health_of(fleet: Fleet) -> dict[str, Any]:
     workers = list(fleet.workers.values())
     return {
         "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
-        "workers": [
-            {**_worker(worker), "block_size": fleet.block_size_of(worker)} for worker in workers
-        ],
+        "workers": [_worker(worker, fleet) for worker in workers],
     }
 
 
-def _worker(worker: Worker) -> dict[str, Any]:
+def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
     return {
         "url": worker.url,
         "state": "up" if worker.is_up else "down",
         "reason": worker.down_because,
         "models": sorted(worker.models),
-        "events": _events(worker),
+        "block_size": fleet.block_size_of(worker),
+        "events": _events(worker, fleet.events_endpoint),
     }
 
 
-def _events(worker: Worker) -> dict[str, Any] | None:
+def _events(worker: Worker, shared_endpoint: str | None) -> dict[str, Any] | None:
     """None if the worker publishes none. `complete`: the index has all that the worker holds."""
     follower = worker.follower
     if follower is None:
         return None
     return {
-        "endpoint": worker.spec.events,
+        "endpoint": worker.spec.events or shared_endpoint,
         "connected": follower.connected,
         "complete": follower.connected and follower.incomplete is None,
         "reason": follower.incomplete,
