@@ -53,6 +53,14 @@ class Records:
     num_payloads: int
     dp_rank: int | None
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of the first stored event; None if nothing is stored."""
+        width = kernels.RECORD_WIDTH
+        rows = self.records[: width * self.num_events].reshape(-1, width)
+        sizes = rows[rows[:, kernels.KIND] == kernels.STORED, kernels.BLOCK_SIZE]
+        return int(sizes[0]) if len(sizes) else None
+
     def num_blocks(self, number: int) -> int:
         """Blocks of one event."""
         return int(self.records[kernels.RECORD_WIDTH * number + kernels.NUM_NAMES])

@@ -15,7 +15,8 @@ from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import health_of
 from kvplug.server.metrics import Metrics
-from kvplug.server.prompts import Body, Prompts, namespace_of
+from kvplug.server.namespaces import Body, lora_path_of, namespace_of
+from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
 
@@ -51,18 +52,28 @@ class Api:
         raw = await request.read()
         body = _json_object(raw)
         model = self._model_of(body)
-        root = self._fleet.models().get(model, "")
+        served = self._fleet.models()[model]
         tokens = await self._prompts.tokens_of(
-            {**body, "model": model}, root, is_chat=request.path == _CHAT, size=len(raw)
+            {**body, "model": served.base},
+            served.root,
+            is_chat=request.path == _CHAT,
+            size=len(raw),
         )
-        forward = Forward(request.path, model, raw, tokens, namespace_of(body))
+        namespace = namespace_of(body, served.lora_name)
+        forward = Forward(request.path, model, raw, tokens, namespace)
         return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:
         """The models that can be asked for now."""
         cards = [
-            {"id": name, "object": "model", "owned_by": "kvplug", "root": root}
-            for name, root in sorted(self._fleet.models().items())
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "kvplug",
+                "root": served.root,
+                "parent": served.base if served.lora_name else None,
+            }
+            for name, served in sorted(self._fleet.models().items())
         ]
         return web.json_response({"object": "list", "data": cards})
 
@@ -79,6 +90,9 @@ class Api:
         model, served = body.get("model"), sorted(self._fleet.models())
         if model is None and len(served) == 1:
             return served[0]  # vLLM too takes a body without a model
+        adapter = f"{model}:{lora_path_of(body)}"
+        if adapter in served:
+            return adapter  # as SGLang names it
         if not isinstance(model, str):
             raise ApiError(400, "the body must name a model", code="model_required", param="model")
         if not self._fleet.knows(model) and served:

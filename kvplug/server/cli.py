@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ServerConfig, str]:
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
     router = RouterConfig(
-        block_size=arguments.block_size,
+        block_size=getattr(arguments, "block_size", None),
         mode=arguments.router_mode,
         overlap_score_weight=arguments.kv_overlap_score_weight,
         temperature=arguments.router_temperature,
@@ -70,7 +70,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         "--worker",
         action="append",
         default=[],
-        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]",
+        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]",
         help="an engine and where it publishes its KV events; repeat for each engine",
     )
     add(
@@ -97,7 +97,12 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         default=_ROUTER.mode,
         help="kv: by cached prefix and load; round_robin: by turns",
     )
-    add("--block-size", type=int, default=_ROUTER.block_size, help="tokens per block, the engines'")
+    add(
+        "--block-size",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="tokens per block of workers that name none (default: what their events say)",
+    )
     add(
         "--kv-overlap-score-weight",
         type=float,

@@ -10,13 +10,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvplug.errors import ConfigError
+from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.router.config import RouterConfig
 from kvplug.topics import Topic
 
 _FORM = (
-    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX], like "
+    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N], like "
     "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
+_KEYS = ("events", "replay", "topic", "block_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +27,25 @@ class WorkerSpec:
 
     Without `events` it publishes nowhere, or connects to the router's `events_bind`, where it is
     known by its topic, `kv@POD` or `kv@POD@MODEL`. `replay` is where it sends events again.
+
+    block_size: its tokens per block; None: the router's, else what its events say.
     """
 
     url: str
     events: str | None = None
     topic: str = ""
     replay: str | None = None
+    block_size: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]`."""
+        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]`."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if key not in ("events", "replay", "topic") or not equals or key in values:
+            if key not in _KEYS or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
             values[key] = value
         for key in {"events", "replay"} & values.keys():
@@ -48,7 +53,22 @@ class WorkerSpec:
                 raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
         if "replay" in values and "events" not in values:
             raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
-        return cls(url=url.rstrip("/"), **values)
+        return cls(
+            url=url.rstrip("/"),
+            events=values.get("events"),
+            topic=values.get("topic", ""),
+            replay=values.get("replay"),
+            block_size=_block_size(values.get("block_size"), text),
+        )
+
+
+def _block_size(value: str | None, text: str) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and 1 <= int(value) <= MAX_BLOCK_SIZE):
+        limits = f"a whole number in [1, {MAX_BLOCK_SIZE}]"
+        raise ConfigError(f"worker {text!r}: block_size={value!r}; expected {limits}")
+    return int(value)
 
 
 def _require_http(url: str, text: str) -> None:

@@ -26,6 +26,7 @@ def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
         "state": "up" if worker.is_up else "down",
         "reason": worker.down_because,
         "models": sorted(worker.models),
+        "block_size": fleet.block_size_of(worker),
         "events": _events(worker, fleet.events_endpoint),
     }
 

@@ -69,9 +69,15 @@ class _Readings(Collector):
         yield from self._of_events()
 
     def _of_index(self) -> Iterator[Metric]:
-        index, load = self._router.index, self._router.load
-        yield GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", len(index))
-        yield GaugeMetricFamily("kvplug_index_bytes", "memory of the index", index.nbytes)
+        sections, load = self._router.fleet_index.sections, self._router.load
+        labels = ["model", "block_size"]
+        blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", labels=labels)
+        nbytes = GaugeMetricFamily("kvplug_index_bytes", "memory of the index", labels=labels)
+        for section in sections:
+            of = [section.model, str(section.block_size)]
+            blocks.add_metric(of, len(section.index))
+            nbytes.add_metric(of, section.index.nbytes)
+        yield from (blocks, nbytes)
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
         expired = "requests that nobody finished in time"
         yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
@@ -79,6 +85,11 @@ class _Readings(Collector):
         family = CounterMetricFamily("kvplug_requests_untokenized", text, labels=["model"])
         for model, count in self._prompts.untokenized.items():
             family.add_metric([model], count)
+        yield family
+        text = "requests routed without knowing what is cached of them"
+        family = CounterMetricFamily("kvplug_requests_without_prefix", text, labels=["reason"])
+        for reason, count in self._prompts.without_prefix.items():
+            family.add_metric([reason], count)
         yield family
 
     def _of_workers(self) -> Iterator[Metric]:

@@ -105,10 +105,10 @@ async def serve(config: ServerConfig) -> None:
         loop.add_signal_handler(number, _stop_or_abort, stopping)
     async with RouterService(config) as service:
         logger.info(
-            "listening on %s, mode %s, block size %d, %d workers",
+            "listening on %s, mode %s, block size %s, %d workers",
             service.url,
             config.router.mode,
-            config.router.block_size,
+            config.router.block_size or "as the events say",
             len(config.workers),
         )
         await stopping.wait()

@@ -16,8 +16,9 @@ class Engine:
     ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
     """
 
-    def __init__(self, models=(MODEL,)):
+    def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
+        self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
         self.num_cancelled = 0
 
@@ -25,7 +26,10 @@ class Engine:
         return web.Response()
 
     async def list_models(self, request):
-        cards = [{"id": name, "object": "model", "root": ""} for name in self.models]
+        common = {"object": "model", "owned_by": self.owned_by}
+        cards = [{"id": name, "root": "", **common} for name in self.models]
+        base = self.models[0] if self.models else None
+        cards += [{"id": name, "root": "x", "parent": base, **common} for name in self.adapters]
         return web.json_response({"object": "list", "data": cards})
 
     async def generate(self, request):
