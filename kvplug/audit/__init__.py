@@ -1,0 +1,9 @@
+"""What the router expected to be cached, against what the engines report.
+
+router       AuditedRouter: a Router whose decisions are compared with answers
+expectation  what was expected of one request, and the verdict on it
+ledger       per rank: verdicts, errors, accuracy
+residency    what the index holds of a request, speculative blocks aside
+
+Knows neither HTTP nor sockets: an in-process router is audited the same way.
+"""

@@ -1,0 +1,223 @@
+"""AuditedRouter: a Router whose decisions are compared with what the engines report.
+
+In:  decisions with their prompts, the usage of answers.   Out: a ledger per rank.
+
+    decision = router.route(tokens)
+    router.expect(decision, tokens)
+    ...                                             # the engine answers
+    router.answered(decision.request_id, Usage(prompt_tokens=.., cached_tokens=..))
+
+A shortfall is judged a moment after the answer: the event that a block was evicted before the
+request was scheduled travels by another way than the answer, and may arrive later.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from msgspec import structs
+
+from kvplug.audit.expectation import Expectation
+from kvplug.audit.ledger import RankLedger
+from kvplug.audit.residency import resident_blocks
+from kvplug.errors import ConfigError
+from kvplug.events import AllBlocksCleared, BlockRemoved, Event, EventBatch, Namespace, Rank
+from kvplug.hashing import TokensLike, as_tokens, seed_of
+from kvplug.index.applied import Applied
+from kvplug.index.block_index import BlockIndex
+from kvplug.router.config import RouterConfig
+from kvplug.router.core import Decision, Router
+
+# vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
+_GRACE_S = 1.0
+
+
+class Usage(NamedTuple):
+    """What an engine says about a prompt; `cached_tokens` is None where it does not say."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+class _Answer(NamedTuple):
+    due_s: float
+    request_id: str
+    expectation: Expectation
+    cached_tokens: int | None
+
+
+class AuditedRouter(Router):
+    """expect, answered, abandon, skip; ledgers, accuracy.
+
+    `sample` is the share of requests that is audited; of those that are never answered, the
+    oldest are forgotten beyond `max_expected`.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        sample: float = 1.0,
+        max_expected: int = 2**16,
+        clock: Callable[[], float] = time.monotonic,
+        random_: random.Random | None = None,
+    ) -> None:
+        if not 0 <= sample <= 1:
+            raise ConfigError(f"audit sample must be in [0, 1], got {sample}")
+        super().__init__(config, clock=clock, random_=random_)
+        self._sample, self._max_expected = sample, max_expected
+        self._ledgers: defaultdict[Rank, RankLedger] = defaultdict(RankLedger)
+        self._expected: dict[str, Expectation] = {}
+        self._watched: defaultdict[Rank, dict[str, Expectation]] = defaultdict(dict)
+        self._answers: deque[_Answer] = deque()
+
+    def expect(
+        self,
+        decision: Decision,
+        token_ids: TokensLike,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+    ) -> None:
+        """Remember what a decision counts on; a share of all, drawn by chance."""
+        if self._random.random() >= self._sample:
+            return
+        tokens, index = as_tokens(token_ids), self._index_of(decision.rank)
+        hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
+        with self._lock:
+            resident = resident_blocks(index, decision.rank, hashes[: decision.overlap_blocks])
+            expectation = Expectation(
+                rank=decision.rank,
+                sequence_hashes=hashes,
+                num_tokens=len(tokens),
+                block_size=index.block_size,
+                predicted=decision.overlap_blocks,
+                resident=resident,
+                lowest=resident,
+            )
+            self._remember(decision.request_id, expectation)
+
+    def answered(self, request_id: str, usage: Usage | None) -> None:
+        """The engine has answered to the end; None if the answer carries no usage."""
+        with self._lock:
+            now_s = self._clock()
+            self._settle(now_s)
+            expectation = self._expected.pop(request_id, None)
+            if expectation is None:
+                return  # not sampled
+            cached_tokens = self._readable(expectation, usage)
+            if cached_tokens is None or expectation.error(cached_tokens) <= 0:
+                self._watched[expectation.rank].pop(request_id, None)
+            answer = _Answer(now_s + _GRACE_S, request_id, expectation, cached_tokens)
+            self._answers.append(answer)
+
+    def abandon(self, request_id: str, reason: str) -> None:
+        """The request will not be audited: it failed, ended early, or was sent elsewhere."""
+        with self._lock:
+            self._forget(request_id, reason)
+
+    def skip(self, rank: Rank, reason: str) -> None:
+        """A request that says nothing about the prediction, by its kind."""
+        with self._lock:
+            self._ledgers[rank].skip(reason)
+
+    def ledgers(self) -> dict[Rank, RankLedger]:
+        """What is known now of each rank that was sent anything."""
+        with self._lock:
+            self._settle(self._clock())
+            return {rank: self._ledgers[rank] for rank in sorted(self._ledgers)}
+
+    def accuracy(self, rank: Rank) -> float:
+        """What the index's knowledge of the rank has been worth of late, in (0, 1)."""
+        with self._lock:
+            return self._ledgers[rank].accuracy if rank in self._ledgers else RankLedger().accuracy
+
+    def apply(self, rank: Rank, batch: EventBatch) -> Applied:
+        """As Router.apply, with an eye on what goes under requests in flight."""
+        if not self._watched.get(rank):
+            return super().apply(rank, batch)
+        applied = Applied()
+        # A block may go and come back within one batch: look in between.
+        for takes_away, part in _runs(batch):
+            applied = _sum(applied, super().apply(rank, part))
+            if takes_away:
+                self._look_at_watched(rank)
+        return applied
+
+    def clear(self, rank: Rank) -> int:
+        """As Router.clear."""
+        num_blocks = super().clear(rank)
+        self._look_at_watched(rank)
+        return num_blocks
+
+    def _remember(self, request_id: str, expectation: Expectation) -> None:
+        if len(self._expected) >= self._max_expected:
+            self._forget(next(iter(self._expected)), "never_answered")
+        self._expected[request_id] = expectation
+        if expectation.resident:
+            self._watched[expectation.rank][request_id] = expectation
+
+    def _forget(self, request_id: str, reason: str) -> None:
+        expectation = self._expected.pop(request_id, None)
+        if expectation is not None:
+            self._watched[expectation.rank].pop(request_id, None)
+            self._ledgers[expectation.rank].skip(reason)
+
+    def _index_of(self, rank: Rank) -> BlockIndex:
+        return self.index
+
+    def _look_at_watched(self, rank: Rank) -> None:
+        with self._lock:
+            for each in self._watched[rank].values():
+                hashes = each.sequence_hashes[: each.lowest]
+                each.lowest = resident_blocks(self._index_of(rank), rank, hashes)
+
+    def _readable(self, expectation: Expectation, usage: Usage | None) -> int | None:
+        """The cached tokens, if they can be compared with what was expected."""
+        ledger = self._ledgers[expectation.rank]
+        if usage is None:
+            ledger.skip("no_usage")
+            return None
+        if not ledger.compare_counts(expectation.num_tokens, usage.prompt_tokens):
+            ledger.skip("other_prompt_tokens")
+            return None
+        if usage.cached_tokens is None:
+            ledger.skip("no_cached_tokens")
+            ledger.num_silent += expectation.predicted > 0
+            return None
+        ledger.num_silent = 0
+        return usage.cached_tokens
+
+    def _settle(self, now_s: float) -> None:
+        while self._answers and self._answers[0].due_s <= now_s:
+            answer = self._answers.popleft()
+            expectation, ledger = answer.expectation, self._ledgers[answer.expectation.rank]
+            self._watched[expectation.rank].pop(answer.request_id, None)
+            if len(expectation.sequence_hashes):
+                first = expectation.sequence_hashes[:1]
+                index = self._index_of(expectation.rank)
+                ledger.was_stored.append(resident_blocks(index, expectation.rank, first) > 0)
+            if answer.cached_tokens is not None:
+                ledger.enter(expectation, answer.cached_tokens)
+
+
+def _runs(batch: EventBatch) -> Iterator[tuple[bool, EventBatch]]:
+    """The batch in parts that only take away, or only add."""
+    for takes_away, events in groupby(batch.events, key=_takes_away):
+        yield takes_away, structs.replace(batch, events=tuple(events))
+
+
+def _takes_away(event: Event) -> bool:
+    return isinstance(event, BlockRemoved | AllBlocksCleared)
+
+
+def _sum(one: Applied, other: Applied) -> Applied:
+    return Applied(
+        num_stored=one.num_stored + other.num_stored,
+        num_removed=one.num_removed + other.num_removed,
+        num_cleared=one.num_cleared + other.num_cleared,
+        refused=one.refused + other.refused,
+    )
