@@ -18,6 +18,7 @@ from kvplug.server.metrics import Metrics
 from kvplug.server.prompts import Body, Prompts, namespace_of
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
+from kvplug.server.usage import unauditable
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Api:
         tokens = await self._prompts.tokens_of(
             {**body, "model": model}, root, is_chat=request.path == _CHAT, size=len(raw)
         )
-        forward = Forward(request.path, model, raw, tokens, namespace_of(body))
+        forward = Forward(request.path, model, raw, tokens, namespace_of(body), unauditable(body))
         return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:

@@ -12,8 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.ingest.follower import Follower
-from kvplug.router.core import Router
+from kvplug.server.audit_metrics import families_of
 from kvplug.server.fleet import Fleet
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy, WorkerCounts
@@ -39,7 +40,7 @@ _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
 class Metrics:
     """render() the current values."""
 
-    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+    def __init__(self, router: AuditedRouter, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
         self.headers = {"Content-Type": CONTENT_TYPE_LATEST}
         self._registry = CollectorRegistry()
         self._registry.register(_Readings(router, fleet, proxy, prompts))
@@ -50,7 +51,7 @@ class Metrics:
 
 
 class _Readings(Collector):
-    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+    def __init__(self, router: AuditedRouter, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
         self._router, self._fleet, self._proxy, self._prompts = router, fleet, proxy, prompts
 
     def collect(self) -> Iterator[Metric]:
@@ -62,6 +63,7 @@ class _Readings(Collector):
                 family.add_metric([url], read(counts))
             yield family
         yield from self._of_events()
+        yield from families_of(self._router.ledgers())
 
     def _of_index(self) -> Iterator[Metric]:
         index, load = self._router.index, self._router.load

@@ -18,8 +18,8 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.errors import TransportError
-from kvplug.router.core import Router
 from kvplug.server.app import Api
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
@@ -35,7 +35,7 @@ class RouterService:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.router = Router(config.router)
+        self.router = AuditedRouter(config.router, sample=config.audit_sample)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:

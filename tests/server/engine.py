@@ -14,12 +14,13 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
+    `usage` ends its answers, streamed or not.
     """
 
     def __init__(self, models=(MODEL,)):
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.num_cancelled = 0
+        self.num_cancelled, self.usage = 0, None
 
     async def health(self, request):
         return web.Response()
@@ -39,7 +40,11 @@ class Engine:
             return await self._stream(request)
         if self.behaviour == "refuse":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        return web.json_response({"choices": [{"text": "hi"}]}, headers={"x-engine": "1"})
+        answer = {"choices": [{"text": "hi"}]} | self._usage()
+        return web.json_response(answer, headers={"x-engine": "1"})
+
+    def _usage(self):
+        return {"usage": self.usage} if self.usage else {}
 
     async def _stream(self, request):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -51,6 +56,9 @@ class Engine:
             await self.gate.wait()
         if self.behaviour == "slow":
             await self._wait_for_the_end()
+        if self.usage:
+            chunk = json.dumps({"choices": []} | self._usage()).encode()
+            await response.write(b"data: " + chunk + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
