@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
-from kvplug.server.health import health_of
+from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.prompts import Body, Prompts, namespace_of
 from kvplug.server.proxy import Forward, Proxy
@@ -31,9 +31,16 @@ class Api:
     """The handlers; `application` has them on their routes."""
 
     def __init__(
-        self, config: ServerConfig, fleet: Fleet, proxy: Proxy, prompts: Prompts, metrics: Metrics
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        proxy: Proxy,
+        prompts: Prompts,
+        metrics: Metrics,
+        health: Health,
     ) -> None:
-        self._fleet, self._proxy, self._prompts, self._metrics = fleet, proxy, prompts, metrics
+        self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
+        self._metrics, self._health = metrics, health
         self.application = web.Application(
             client_max_size=config.max_body_bytes, middlewares=[_errors_in_openai_form]
         )
@@ -68,8 +75,8 @@ class Api:
         return web.json_response({"object": "list", "data": cards})
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 if any worker is up, 503 if none; the state of each either way."""
-        body = health_of(self._fleet)
+        """200 if any worker is up, 503 if none; the state of each and all findings either way."""
+        body = self._health.body()
         return web.json_response(body, status=200 if body["status"] == "ok" else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
