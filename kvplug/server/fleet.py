@@ -28,15 +28,13 @@ logger = logging.getLogger(__name__)
 class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
-    models: name -> the folder or hub name that the engine loaded it from; adapters: those of them
-    that are LoRA adapters of another one.
+    models: name -> the folder or hub name that the engine loaded it from.
     """
 
     spec: WorkerSpec
     follower: Follower | None = None
     down_because: str | None = "not looked at yet"
     models: dict[str, str] = field(default_factory=dict)
-    adapters: frozenset[str] = frozenset()
 
     @property
     def url(self) -> str:
@@ -122,7 +120,7 @@ class Fleet:
         try:
             await self._get(worker, "/health")
             if not worker.is_up:
-                _note_models(worker, await self._get(worker, "/v1/models"))
+                worker.models = _model_roots(await self._get(worker, "/v1/models"))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             self._note_failure(worker, error)
             return
@@ -148,17 +146,15 @@ class Fleet:
             return await response.read()
 
 
-def _note_models(worker: Worker, answer: bytes) -> None:
+def _model_roots(answer: bytes) -> dict[str, str]:
     """From OpenAI's list of models, with vLLM's `root`; msgspec.DecodeError is a ValueError."""
     cards = msgspec.json.decode(answer, type=_ModelList).data
-    worker.models = {card.id: card.root or "" for card in cards}
-    worker.adapters = frozenset(card.id for card in cards if card.parent)
+    return {card.id: card.root or "" for card in cards}
 
 
 class _ModelCard(msgspec.Struct):
     id: str
     root: str | None = None
-    parent: str | None = None
 
 
 class _ModelList(msgspec.Struct):

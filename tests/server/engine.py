@@ -14,13 +14,13 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
-    `usage` ends its answers, streamed or not.
+    `usage` ends its answers, streamed or not. `says` holds the bodies of further routes.
     """
 
     def __init__(self, models=(MODEL,)):
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.num_cancelled, self.usage = 0, None
+        self.num_cancelled, self.usage, self.says = 0, None, {}
 
     async def health(self, request):
         return web.Response()
@@ -28,6 +28,12 @@ class Engine:
     async def list_models(self, request):
         cards = [{"id": name, "object": "model", "root": ""} for name in self.models]
         return web.json_response({"object": "list", "data": cards})
+
+    async def say(self, request):
+        if request.path not in self.says:
+            raise web.HTTPNotFound
+        body = self.says[request.path]
+        return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
     async def generate(self, request):
         self.num_requests += 1
@@ -80,6 +86,7 @@ async def served(engine, port=0):
             web.get("/v1/models", engine.list_models),
             web.post("/v1/completions", engine.generate),
             web.post("/v1/chat/completions", engine.generate),
+            web.route("*", "/{path}", engine.say),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -111,7 +111,7 @@ class Diagnosis:
             self._asked[worker.url] = _Asked(time.monotonic(), facts, disagreement)
 
     async def _disagreement(self, worker: Worker) -> Disagreement | None:
-        for model in sorted(worker.models.keys() - worker.adapters):
+        for model in sorted(worker.models):
             root = worker.models[model]
             tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
             if tokenizer is None:
@@ -133,8 +133,7 @@ class Diagnosis:
         return WorkerView(
             url=worker.url,
             down_because=worker.down_because,
-            models={m: root for m, root in worker.models.items() if m not in worker.adapters},
-            adapters=worker.adapters,
+            models=worker.models,
             block_size=self._config.router.block_size,
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
             events=worker.spec.events,

@@ -200,13 +200,6 @@ def _no_tokenizer(view: WorkerView) -> Found:
         return
 
 
-def _adapters(view: WorkerView) -> Found:
-    if view.adapters:
-        seen = ", ".join(sorted(view.adapters))
-        cure = "none yet: requests for adapters are routed by load and by past decisions alone"
-        yield Finding(view.url, Code.ADAPTERS, "no LoRA adapters", seen, cure)
-
-
 def _data_parallel(view: WorkerView) -> Found:
     num_ranks = view.facts.num_ranks or view.num_ranks
     if num_ranks != view.num_ranks:
@@ -265,6 +258,6 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
 _OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
     *(_event_format, _block_size, _prefix_caching, _hash_mismatch, _tokenizer, _no_tokenizer),
-    *(_adapters, _data_parallel, _cached_tokens, _incorrect_routing),
+    *(_data_parallel, _cached_tokens, _incorrect_routing),
 )
 _OF_FLEET: tuple[Callable[[Sequence[WorkerView]], Found], ...] = (_models_differ, _versions_differ)

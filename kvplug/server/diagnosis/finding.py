@@ -30,7 +30,6 @@ class Code(StrEnum):
     TOKENIZER = "tokenizer"
     NO_TOKENIZER = "no_tokenizer"
     MODEL = "model"
-    ADAPTERS = "adapters"
     ENGINE_VERSION = "engine_version"
     DATA_PARALLEL = "data_parallel"
     NO_CACHED_TOKENS = "no_cached_tokens"

@@ -19,7 +19,7 @@ def table_of(findings: Sequence[Finding]) -> str:
     """A heading per worker, a block per finding; a sentence if there are none."""
     if not findings:
         return "nothing found"
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    width = min(shutil.get_terminal_size((_MAX_WIDTH, 24)).columns, _MAX_WIDTH)
     return "\n".join(_lines(findings, width))
 
 

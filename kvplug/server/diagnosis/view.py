@@ -34,7 +34,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker. models: name -> where it was loaded from, LoRA adapters aside.
+    """One worker. models: name -> where it was loaded from.
 
     block_size, num_ranks, topic: what the router goes by; events: the endpoint that it was given;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
@@ -45,7 +45,6 @@ class WorkerView:
     url: str
     down_because: str | None = None
     models: Mapping[str, str] = field(default_factory=dict)
-    adapters: frozenset[str] = frozenset()
     block_size: int = 16
     num_ranks: int = 1
     events: str | None = None

@@ -122,7 +122,6 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             "--tokenizer",
         ),
         ({"untokenized": frozenset({"m"})}, Code.NO_TOKENIZER, "model 'm'", "--tokenizer"),
-        ({"adapters": frozenset({"x", "y"})}, Code.ADAPTERS, "x, y", "load"),
         ({"facts": facts(num_ranks=2)}, Code.DATA_PARALLEL, "2", "--worker"),
         ({"ledger": ledger(num_silent=3)}, Code.NO_CACHED_TOKENS, "without", "prompt-tokens"),
         (
