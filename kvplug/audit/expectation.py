@@ -20,7 +20,8 @@ class Verdict(StrEnum):
     """How a prediction turned out."""
 
     AS_PREDICTED = "as_predicted"  # the rank had what was expected, or more
-    EVICTED = "evicted"  # it had less, and has said so since: its events overtook the decision
+    EVICTED = "evicted"  # it had less, and has said so since: the news came after the decision
+    OVERTAKEN = "overtaken"  # it had less, as the request came before the one that it counts on
     WRONG_RESIDENT = "wrong_resident"  # the index had blocks that the engine had not
     WRONG_SPECULATIVE = "wrong_speculative"  # blocks of an earlier request were not there yet
 
@@ -34,11 +35,13 @@ class Verdict(StrEnum):
 class Expectation:
     """Of one request in flight; all counts are leading blocks of its prompt.
 
+    decided_s: when, on the router's clock;
     predicted: what the decision counted on; resident: the part that the index had from events;
-    lowest: the least that the index has had of `resident` since.
+    lowest: what the engine has left of it by evictions that became known since.
     """
 
     rank: Rank
+    decided_s: float
     sequence_hashes: Hashes
     num_tokens: int
     block_size: int
@@ -64,6 +67,7 @@ class Expectation:
         reported = self.reported(cached_tokens)
         if self.error(cached_tokens) <= 0:
             return Verdict.AS_PREDICTED
-        if reported >= min(self.resident, self.limit):
-            return Verdict.WRONG_SPECULATIVE
-        return Verdict.EVICTED if reported >= self.lowest else Verdict.WRONG_RESIDENT
+        if reported >= self.lowest:
+            return Verdict.EVICTED
+        is_resident = reported < min(self.resident, self.limit)
+        return Verdict.WRONG_RESIDENT if is_resident else Verdict.WRONG_SPECULATIVE

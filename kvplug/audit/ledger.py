@@ -78,15 +78,13 @@ class RankLedger:
         bounds = [*map(str, ERROR_BOUNDS), "+Inf"]
         return list(zip(bounds, accumulate(self._num_by_bound), strict=True))
 
-    def enter(self, expectation: Expectation, cached_tokens: int) -> Verdict:
-        """An answer came, and the events that belong to it had their time."""
-        verdict = expectation.judge(cached_tokens)
+    def enter(self, expectation: Expectation, cached_tokens: int, verdict: Verdict) -> None:
+        """An answer was judged."""
         self.num_by_verdict[verdict] += 1
         self._wrong.append(verdict.is_wrong)
         self._num_by_bound[bisect_left(ERROR_BOUNDS, expectation.error(cached_tokens))] += 1
         resident = min(expectation.resident, expectation.limit)
         self._measure(resident, min(resident, expectation.reported(cached_tokens)))
-        return verdict
 
     def skip(self, reason: str) -> None:
         """A request could not be audited."""

@@ -2,8 +2,9 @@
 
 In:  decisions with their prompts, the usage of answers.   Out: a ledger per rank.
 
-    decision = router.route(tokens)
-    router.expect(decision, tokens)
+    with router.deciding():
+        decision = router.route(tokens)
+        router.expect(decision, tokens)
     ...                                             # the engine answers
     router.answered(decision.request_id, Usage(prompt_tokens=.., cached_tokens=..))
 
@@ -17,13 +18,15 @@ import random
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from typing import NamedTuple
 
 from msgspec import structs
 
-from kvplug.audit.expectation import Expectation
+from kvplug.audit.expectation import Expectation, Verdict
 from kvplug.audit.ledger import RankLedger
+from kvplug.audit.overtaking import Surpluses
 from kvplug.audit.residency import resident_blocks
 from kvplug.errors import ConfigError
 from kvplug.events import AllBlocksCleared, BlockRemoved, Event, EventBatch, Namespace, Rank
@@ -35,6 +38,8 @@ from kvplug.router.core import Decision, Router
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
 _GRACE_S = 1.0
+# For the answer of another request that may explain a shortfall.
+_MAX_WAIT_S = 30.0
 
 
 class Usage(NamedTuple):
@@ -46,6 +51,7 @@ class Usage(NamedTuple):
 
 class _Answer(NamedTuple):
     due_s: float
+    answered_s: float
     request_id: str
     expectation: Expectation
     cached_tokens: int | None
@@ -75,6 +81,13 @@ class AuditedRouter(Router):
         self._expected: dict[str, Expectation] = {}
         self._watched: defaultdict[Rank, dict[str, Expectation]] = defaultdict(dict)
         self._answers: deque[_Answer] = deque()
+        self._surpluses = Surpluses()
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Between `route` and `expect` no event is applied that the decision did not know."""
+        with self._lock:
+            yield
 
     def expect(
         self,
@@ -91,12 +104,13 @@ class AuditedRouter(Router):
             resident = resident_blocks(index, decision.rank, hashes[: decision.overlap_blocks])
             expectation = Expectation(
                 rank=decision.rank,
+                decided_s=self._clock(),
                 sequence_hashes=hashes,
                 num_tokens=len(tokens),
                 block_size=index.block_size,
                 predicted=decision.overlap_blocks,
                 resident=resident,
-                lowest=resident,
+                lowest=decision.overlap_blocks,
             )
             self._remember(decision.request_id, expectation)
 
@@ -111,7 +125,9 @@ class AuditedRouter(Router):
             cached_tokens = self._readable(expectation, usage)
             if cached_tokens is None or expectation.error(cached_tokens) <= 0:
                 self._watched[expectation.rank].pop(request_id, None)
-            answer = _Answer(now_s + _GRACE_S, request_id, expectation, cached_tokens)
+            if cached_tokens is not None:
+                self._surpluses.note(expectation, cached_tokens, now_s)
+            answer = _Answer(now_s + _GRACE_S, now_s, request_id, expectation, cached_tokens)
             self._answers.append(answer)
 
     def abandon(self, request_id: str, reason: str) -> None:
@@ -142,22 +158,20 @@ class AuditedRouter(Router):
         applied = Applied()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
-            applied = _sum(applied, super().apply(rank, part))
-            if takes_away:
-                self._look_at_watched(rank)
+            with self._watching(rank) if takes_away else nullcontext():
+                applied = _sum(applied, super().apply(rank, part))
         return applied
 
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
-        num_blocks = super().clear(rank)
-        self._look_at_watched(rank)
-        return num_blocks
+        with self._watching(rank):
+            return super().clear(rank)
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
         if len(self._expected) >= self._max_expected:
             self._forget(next(iter(self._expected)), "never_answered")
         self._expected[request_id] = expectation
-        if expectation.resident:
+        if expectation.predicted:
             self._watched[expectation.rank][request_id] = expectation
 
     def _forget(self, request_id: str, reason: str) -> None:
@@ -169,11 +183,20 @@ class AuditedRouter(Router):
     def _index_of(self, rank: Rank) -> BlockIndex:
         return self.index
 
-    def _look_at_watched(self, rank: Rank) -> None:
+    @contextmanager
+    def _watching(self, rank: Rank) -> Iterator[None]:
+        """Note what requests in flight lose of what the index had for them."""
         with self._lock:
-            for each in self._watched[rank].values():
-                hashes = each.sequence_hashes[: each.lowest]
-                each.lowest = resident_blocks(self._index_of(rank), rank, hashes)
+            before = [(each, self._left_of(each)) for each in self._watched[rank].values()]
+            yield
+            for each, num_before in before:
+                num_after = self._left_of(each)
+                if num_after < num_before:
+                    each.lowest = num_after
+
+    def _left_of(self, expectation: Expectation) -> int:
+        index, rank = self._index_of(expectation.rank), expectation.rank
+        return resident_blocks(index, rank, expectation.sequence_hashes[: expectation.lowest])
 
     def _readable(self, expectation: Expectation, usage: Usage | None) -> int | None:
         """The cached tokens, if they can be compared with what was expected."""
@@ -194,6 +217,9 @@ class AuditedRouter(Router):
     def _settle(self, now_s: float) -> None:
         while self._answers and self._answers[0].due_s <= now_s:
             answer = self._answers.popleft()
+            if now_s < answer.answered_s + _MAX_WAIT_S and self._must_wait(answer):
+                self._answers.append(answer._replace(due_s=now_s + _GRACE_S))
+                continue
             expectation, ledger = answer.expectation, self._ledgers[answer.expectation.rank]
             self._watched[expectation.rank].pop(answer.request_id, None)
             if len(expectation.sequence_hashes):
@@ -201,7 +227,32 @@ class AuditedRouter(Router):
                 index = self._index_of(expectation.rank)
                 ledger.was_stored.append(resident_blocks(index, expectation.rank, first) > 0)
             if answer.cached_tokens is not None:
-                ledger.enter(expectation, answer.cached_tokens)
+                verdict = self._judge(expectation, answer.cached_tokens)
+                ledger.enter(expectation, answer.cached_tokens, verdict)
+
+    def _judge(self, expectation: Expectation, cached_tokens: int) -> Verdict:
+        verdict = expectation.judge(cached_tokens)
+        is_speculative = verdict is Verdict.WRONG_SPECULATIVE
+        if is_speculative and self._surpluses.take(expectation, cached_tokens):
+            return Verdict.OVERTAKEN
+        return verdict
+
+    def _must_wait(self, answer: _Answer) -> bool:
+        """Whether the request that was to create the missing block has no answer yet."""
+        expectation, cached_tokens = answer.expectation, answer.cached_tokens
+        if cached_tokens is None:
+            return False
+        if expectation.judge(cached_tokens) is not Verdict.WRONG_SPECULATIVE:
+            return False
+        place = expectation.reported(cached_tokens)
+        missing = expectation.sequence_hashes[place]
+        return any(
+            other.rank == expectation.rank
+            and other.decided_s <= expectation.decided_s
+            and len(other.sequence_hashes) > place
+            and other.sequence_hashes[place] == missing
+            for other in self._expected.values()
+        )
 
 
 def _runs(batch: EventBatch) -> Iterator[tuple[bool, EventBatch]]:

@@ -67,7 +67,7 @@ class Router:
         self._round_robin = RoundRobin()
         self._clock = clock
         self._random = random_ or random.Random()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def ranks(self) -> list[Rank]:

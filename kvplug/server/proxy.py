@@ -96,7 +96,9 @@ class Proxy:
         workers = self._fleet.candidates(forward.model) - tried
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
-            decision = self._router.route(tokens, namespace=forward.namespace, workers=workers)
+            with self._router.deciding():
+                decision = self._router.route(tokens, namespace=forward.namespace, workers=workers)
+                self._expect(decision, forward)
         except NoWorkerError as error:
             message = f"no worker that serves model {forward.model!r} can be reached now"
             raise ApiError(503, message, code="no_worker") from error
@@ -104,7 +106,6 @@ class Proxy:
         counts.num_requests += 1
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
-        self._expect(decision, forward)
         return decision
 
     def _expect(self, decision: Decision, forward: Forward) -> None:

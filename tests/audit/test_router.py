@@ -93,9 +93,9 @@ def test_a_rank_that_has_less_than_its_events_said_is_wrong(router, clock):
 
 def test_blocks_that_an_earlier_request_was_to_create_are_told_apart(router, clock):
     say(router, stored(PROMPT[: 2 * BLOCK]))
-    expect(router)
+    router.abandon(expect(router), "failed")
     answer(router, expect(router), 2)
-    assert verdict(router, clock) is Verdict.WRONG_SPECULATIVE
+    assert ledger(router, clock).num_by_verdict == {Verdict.WRONG_SPECULATIVE: 1}
 
 
 def test_a_prompt_that_is_cached_as_a_whole_is_reported_a_block_short(router, clock):
@@ -121,6 +121,55 @@ def test_an_eviction_is_seen_though_the_same_batch_stores_the_block_again(router
     assert (applied.num_removed, applied.num_stored, applied.refused.total()) == (2, 2, 0)
     answer(router, request_id, 2)
     assert verdict(router, clock) is Verdict.EVICTED
+
+
+def test_a_speculative_block_that_came_and_went_was_evicted(router, clock):
+    expect(router)
+    request_id = expect(router)  # counts on the blocks of the first
+    say(router, stored(PROMPT), removed(3))
+    answer(router, request_id, 3)
+    assert verdict(router, clock) is Verdict.EVICTED
+
+
+def test_a_request_that_overtook_the_one_that_it_counts_on_is_told_apart(router, clock):
+    first, second = expect(router), expect(router)
+    answer(router, second, 0)
+    clock.now_s += LATER_S
+    assert router.ledgers()[RANK].num_audited == 0  # the first may still explain it
+    answer(router, first, 4)
+    clock.now_s += LATER_S
+    assert ledger(router, clock).num_by_verdict == {
+        Verdict.OVERTAKEN: 1,
+        Verdict.AS_PREDICTED: 1,
+    }
+
+
+def test_nobody_is_waited_for_for_ever(router, clock):
+    expect(router)
+    answer(router, expect(router), 0)
+    clock.now_s += 60.0
+    assert verdict(router, clock) is Verdict.WRONG_SPECULATIVE
+
+
+def test_one_surplus_excuses_one_shortfall(router, clock):
+    first, second, third = expect(router), expect(router), expect(router)
+    answer(router, second, 0)
+    answer(router, third, 0)
+    answer(router, first, 4)
+    clock.now_s += LATER_S
+    assert ledger(router, clock).num_by_verdict == {
+        Verdict.OVERTAKEN: 1,
+        Verdict.WRONG_SPECULATIVE: 1,
+        Verdict.AS_PREDICTED: 1,
+    }
+
+
+def test_a_surplus_of_a_request_that_was_over_excuses_nothing(router, clock):
+    first = expect(router)
+    answer(router, first, 4)
+    clock.now_s += 0.1
+    answer(router, expect(router), 0)
+    assert ledger(router, clock).num_by_verdict[Verdict.WRONG_SPECULATIVE] == 1
 
 
 def test_an_eviction_may_become_known_after_the_answer(router, clock):

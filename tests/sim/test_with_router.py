@@ -33,8 +33,10 @@ async def test_the_router_predicts_what_the_engines_find():
                 assert reply.status == 200
         for engine in engines:
             counts, cache = router.proxy.counts[engine.url], engine.engine.cache
-            assert counts.num_prompt_tokens == cache.num_queried_tokens > 0
-            assert counts.num_cached_tokens == cache.num_hit_tokens > 0
+            assert counts.num_prompt_tokens == cache.num_queried_tokens
+            assert counts.num_cached_tokens == cache.num_hit_tokens
+        # By chance one engine may have got all prefixes.
+        assert any(engine.engine.cache.num_hit_tokens for engine in engines)
 
 
 async def test_the_audit_finds_no_mistakes_under_evictions():
