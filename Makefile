@@ -54,6 +54,10 @@ test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; 
 bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matching; bench-results/thin.json
 	$(BIN)/python -m tests.benchmarks.thin
 
+.PHONY: audit
+audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
+	$(BIN)/pytest -q tests/engines/test_audit.py
+
 .PHONY: test
 test: $(READY)  ## everything, real engines included
 	@echo 'make test 1/3: everything that needs no engine'

@@ -6,13 +6,18 @@ import tokenizers
 from tests.ingest.publisher import Publisher
 
 
-@pytest.fixture
-def tiny_tokenizer_dir(tmp_path):
+def save_word_tokenizer(folder):
+    """A tokenizer that no engine has; returns its folder."""
     words = tokenizers.models.WordLevel({"?": 0, "fox": 1, "quick": 2}, unk_token="?")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def tiny_tokenizer_dir(tmp_path):
+    return save_word_tokenizer(tmp_path)
 
 
 @pytest.fixture
