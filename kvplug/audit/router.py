@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from kvplug.audit.expectation import Expectation, Verdict
+from kvplug.audit.event_times import EventTimes
+from kvplug.audit.expectation import TOLERANCE_S, Expectation, Verdict
 from kvplug.audit.ledger import RankLedger
 from kvplug.audit.overtaking import Surpluses
 from kvplug.audit.residency import resident_blocks
@@ -38,8 +39,8 @@ from kvplug.router.core import Decision, Router
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
 _GRACE_S = 1.0
-# For the answer of another request that may explain a shortfall.
-_MAX_WAIT_S = 30.0
+# For what may explain a shortfall: late events, the answer of another request.
+_MAX_WAIT_S = 15.0
 
 
 class Usage(NamedTuple):
@@ -51,7 +52,6 @@ class Usage(NamedTuple):
 
 class _Answer(NamedTuple):
     due_s: float
-    answered_s: float
     request_id: str
     expectation: Expectation
     cached_tokens: int | None
@@ -81,7 +81,7 @@ class AuditedRouter(Router):
         self._expected: dict[str, Expectation] = {}
         self._watched: defaultdict[Rank, dict[str, Expectation]] = defaultdict(dict)
         self._answers: deque[_Answer] = deque()
-        self._surpluses = Surpluses()
+        self._surpluses, self._times = Surpluses(), EventTimes()
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -111,6 +111,7 @@ class AuditedRouter(Router):
                 predicted=decision.overlap_blocks,
                 resident=resident,
                 lowest=decision.overlap_blocks,
+                lowest_then=decision.overlap_blocks,
             )
             self._remember(decision.request_id, expectation)
 
@@ -122,12 +123,13 @@ class AuditedRouter(Router):
             expectation = self._expected.pop(request_id, None)
             if expectation is None:
                 return  # not sampled
+            expectation.answered_s = now_s
             cached_tokens = self._readable(expectation, usage)
             if cached_tokens is None or expectation.error(cached_tokens) <= 0:
                 self._watched[expectation.rank].pop(request_id, None)
             if cached_tokens is not None:
                 self._surpluses.note(expectation, cached_tokens, now_s)
-            answer = _Answer(now_s + _GRACE_S, now_s, request_id, expectation, cached_tokens)
+            answer = _Answer(now_s + _GRACE_S, request_id, expectation, cached_tokens)
             self._answers.append(answer)
 
     def abandon(self, request_id: str, reason: str) -> None:
@@ -153,18 +155,26 @@ class AuditedRouter(Router):
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """As Router.apply, with an eye on what goes under requests in flight."""
+        sent_s = self._times.sent(rank, batch.ts, self._clock())
+        try:
+            return self._apply(rank, batch, sent_s)
+        finally:
+            self._times.heard(rank, sent_s)
+
+    def _apply(self, rank: Rank, batch: EventBatch, sent_s: float) -> Applied:
         if not self._watched.get(rank):
             return super().apply(rank, batch)
         applied = Applied()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
-            with self._watching(rank) if takes_away else nullcontext():
+            with self._watching(rank, sent_s) if takes_away else nullcontext():
                 applied = _sum(applied, super().apply(rank, part))
         return applied
 
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
-        with self._watching(rank):
+        self._times.forget(rank)
+        with self._watching(rank, self._clock()):
             return super().clear(rank)
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
@@ -184,7 +194,7 @@ class AuditedRouter(Router):
         return self.index
 
     @contextmanager
-    def _watching(self, rank: Rank) -> Iterator[None]:
+    def _watching(self, rank: Rank, sent_s: float) -> Iterator[None]:
         """Note what requests in flight lose of what the index had for them."""
         with self._lock:
             before = [(each, self._left_of(each)) for each in self._watched[rank].values()]
@@ -192,7 +202,7 @@ class AuditedRouter(Router):
             for each, num_before in before:
                 num_after = self._left_of(each)
                 if num_after < num_before:
-                    each.lowest = num_after
+                    each.lost(num_after, sent_s)
 
     def _left_of(self, expectation: Expectation) -> int:
         index, rank = self._index_of(expectation.rank), expectation.rank
@@ -217,7 +227,7 @@ class AuditedRouter(Router):
     def _settle(self, now_s: float) -> None:
         while self._answers and self._answers[0].due_s <= now_s:
             answer = self._answers.popleft()
-            if now_s < answer.answered_s + _MAX_WAIT_S and self._must_wait(answer):
+            if self._must_wait(answer, now_s):
                 self._answers.append(answer._replace(due_s=now_s + _GRACE_S))
                 continue
             expectation, ledger = answer.expectation, self._ledgers[answer.expectation.rank]
@@ -237,13 +247,21 @@ class AuditedRouter(Router):
             return Verdict.OVERTAKEN
         return verdict
 
-    def _must_wait(self, answer: _Answer) -> bool:
-        """Whether the request that was to create the missing block has no answer yet."""
+    def _must_wait(self, answer: _Answer, now_s: float) -> bool:
+        """Whether something that may explain a shortfall is still to come."""
         expectation, cached_tokens = answer.expectation, answer.cached_tokens
-        if cached_tokens is None:
+        if cached_tokens is None or now_s >= expectation.answered_s + _MAX_WAIT_S:
             return False
-        if expectation.judge(cached_tokens) is not Verdict.WRONG_SPECULATIVE:
+        verdict = expectation.judge(cached_tokens)
+        if not verdict.is_wrong:
             return False
+        if self._times.heard_until(expectation.rank) <= expectation.answered_s + TOLERANCE_S:
+            return True  # its events of that time are still under way, or it has none
+        is_speculative = verdict is Verdict.WRONG_SPECULATIVE
+        return is_speculative and self._awaits_creator(expectation, cached_tokens)
+
+    def _awaits_creator(self, expectation: Expectation, cached_tokens: int) -> bool:
+        """Whether the request that was to create the missing block has no answer yet."""
         place = expectation.reported(cached_tokens)
         missing = expectation.sequence_hashes[place]
         return any(

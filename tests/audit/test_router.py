@@ -12,7 +12,7 @@ from kvplug.errors import ConfigError
 RANK = Rank("a")
 BLOCK = 4
 PROMPT = list(range(4 * BLOCK + 1))  # four full blocks and one token
-LATER_S = 5.0
+SOON_S, LATER_S = 5.0, 20.0
 
 
 class Clock:
@@ -50,8 +50,8 @@ def removed(*places):
     return BlockRemoved(block_hashes=tuple(100 + place for place in places))
 
 
-def say(router, *events):
-    return router.apply(RANK, EventBatch(events=events))
+def say(router, *events, ts=0.0):
+    return router.apply(RANK, EventBatch(events=events, ts=ts))
 
 
 def expect(router, tokens=PROMPT):
@@ -134,7 +134,7 @@ def test_a_speculative_block_that_came_and_went_was_evicted(router, clock):
 def test_a_request_that_overtook_the_one_that_it_counts_on_is_told_apart(router, clock):
     first, second = expect(router), expect(router)
     answer(router, second, 0)
-    clock.now_s += LATER_S
+    clock.now_s += SOON_S
     assert router.ledgers()[RANK].num_audited == 0  # the first may still explain it
     answer(router, first, 4)
     clock.now_s += LATER_S
@@ -177,6 +177,35 @@ def test_an_eviction_may_become_known_after_the_answer(router, clock):
     answer(router, expect(router), 2)
     say(router, removed(3), removed(2), stored(PROMPT, start=2))
     assert verdict(router, clock) is Verdict.EVICTED
+
+
+@pytest.mark.parametrize(
+    ("sent_s", "expected"),
+    [
+        (1009.5, Verdict.LATE_EVENT),
+        (1010.5, Verdict.EVICTED),
+        (1011.5, Verdict.WRONG_RESIDENT),
+    ],
+)
+def test_an_event_counts_from_when_it_was_sent(router, clock, sent_s, expected):
+    say(router, stored(PROMPT), ts=1000.0)  # the engine's clock is 1000 s ahead
+    clock.now_s = 10.0
+    request_id = expect(router)
+    clock.now_s = 11.0
+    answer(router, request_id, 2)
+    clock.now_s = 13.0
+    say(router, removed(3), removed(2), ts=sent_s)
+    assert verdict(router, clock) is expected
+
+
+def test_a_shortfall_is_judged_when_the_events_of_its_time_have_come(router, clock):
+    say(router, stored(PROMPT), ts=1000.0)
+    answer(router, expect(router), 2)
+    clock.now_s = SOON_S
+    assert router.ledgers()[RANK].num_audited == 0
+    say(router, stored([7] * BLOCK), ts=1000.0 + SOON_S)
+    clock.now_s += SOON_S
+    assert dict(router.ledgers()[RANK].num_by_verdict) == {Verdict.WRONG_RESIDENT: 1}
 
 
 def test_an_eviction_long_after_the_answer_excuses_nothing(router, clock):
