@@ -58,8 +58,8 @@ class Expectation:
     answered_s: float = math.inf
 
     def reported(self, cached_tokens: int) -> int:
-        """Blocks, from the tokens that the engine reports."""
-        return cached_tokens // self.block_size
+        """Blocks, from the tokens that the engine reports, within what is possible."""
+        return min(max(cached_tokens // self.block_size, 0), self.limit)
 
     @property
     def limit(self) -> int:

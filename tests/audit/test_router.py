@@ -280,6 +280,16 @@ def test_an_answer_that_says_nothing_is_not_audited(router, clock, usage, reason
     assert dict(result.num_skipped) == {reason: 1}
 
 
+@pytest.mark.parametrize("cached_tokens", [-1, 16, 17, 10**30])
+@pytest.mark.parametrize("prompt", [PROMPT[:16], PROMPT[:3], []])
+def test_an_engine_may_report_what_it_likes(router, clock, prompt, cached_tokens):
+    for _ in range(2):
+        request_id = expect(router, prompt)
+        router.finish(request_id)
+        router.answered(request_id, Usage(len(prompt), cached_tokens))
+    assert ledger(router, clock).num_audited == 2
+
+
 def test_a_request_that_failed_is_not_audited(router, clock):
     request_id = expect(router)
     router.abandon(request_id, "failed")
