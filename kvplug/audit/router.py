@@ -33,7 +33,6 @@ from kvplug.errors import ConfigError
 from kvplug.events import AllBlocksCleared, BlockRemoved, Event, EventBatch, Namespace, Rank
 from kvplug.hashing import TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
-from kvplug.index.block_index import BlockIndex
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Decision, Router
 
@@ -98,7 +97,7 @@ class AuditedRouter(Router):
         """Remember what a decision counts on; a share of all, drawn by chance."""
         if self._random.random() >= self._sample:
             return
-        tokens, index = as_tokens(token_ids), self._index_of(decision.rank)
+        tokens, index = as_tokens(token_ids), self.index_of(decision.rank)
         hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
         with self._lock:
             resident = resident_blocks(index, decision.rank, hashes[: decision.overlap_blocks])
@@ -190,9 +189,6 @@ class AuditedRouter(Router):
             self._watched[expectation.rank].pop(request_id, None)
             self._ledgers[expectation.rank].skip(reason)
 
-    def _index_of(self, rank: Rank) -> BlockIndex:
-        return self.index
-
     @contextmanager
     def _watching(self, rank: Rank, sent_s: float) -> Iterator[None]:
         """Note what requests in flight lose of what the index had for them."""
@@ -205,7 +201,7 @@ class AuditedRouter(Router):
                     each.lost(num_after, sent_s)
 
     def _left_of(self, expectation: Expectation) -> int:
-        index, rank = self._index_of(expectation.rank), expectation.rank
+        index, rank = self.index_of(expectation.rank), expectation.rank
         return resident_blocks(index, rank, expectation.sequence_hashes[: expectation.lowest])
 
     def _readable(self, expectation: Expectation, usage: Usage | None) -> int | None:
@@ -234,7 +230,7 @@ class AuditedRouter(Router):
             self._watched[expectation.rank].pop(answer.request_id, None)
             if len(expectation.sequence_hashes):
                 first = expectation.sequence_hashes[:1]
-                index = self._index_of(expectation.rank)
+                index = self.index_of(expectation.rank)
                 ledger.was_stored.append(resident_blocks(index, expectation.rank, first) > 0)
             if answer.cached_tokens is not None:
                 verdict = self._judge(expectation, answer.cached_tokens)

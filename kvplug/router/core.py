@@ -74,6 +74,10 @@ class Router:
         """The ranks that can be chosen."""
         return [rank for rank in self.index.numbers.ranks if rank is not None]
 
+    def index_of(self, rank: Rank) -> BlockIndex:
+        """The index that has the rank's blocks."""
+        return self.index
+
     def add_worker(self, worker: str, *, dp_size: int = 1) -> None:
         """Route to this worker from now on; it has `dp_size` data-parallel ranks."""
         if dp_size < 1:

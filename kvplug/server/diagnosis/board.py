@@ -134,7 +134,7 @@ class Diagnosis:
             url=worker.url,
             down_because=worker.down_because,
             models=worker.models,
-            block_size=self._config.router.block_size,
+            block_size=self._router.index_of(Rank(worker.url)).block_size,
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
             events=worker.spec.events,
             topic=worker.spec.topic,
@@ -147,9 +147,12 @@ class Diagnosis:
         )
 
     def _hashes_alone(self) -> set[str]:
-        """Workers outside the largest engine hash space."""
-        domains = sorted(self._router.index.domains, key=lambda domain: -len(domain.ranks))
-        return {rank.worker for domain in domains[1:] for rank in domain.ranks}
+        """Workers outside the largest engine hash space of their index."""
+        alone: set[str] = set()
+        for index in {self._router.index_of(rank) for rank in self._router.ranks}:
+            domains = sorted(index.domains, key=lambda domain: -len(domain.ranks))
+            alone |= {rank.worker for domain in domains[1:] for rank in domain.ranks}
+        return alone
 
     def _stream(self, worker: Worker) -> StreamView | None:
         follower = worker.follower
