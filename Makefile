@@ -4,6 +4,7 @@ PYTHON ?= python3
 # What is large and outlives a checkout (engine environments) is kept here.
 export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
 ENGINE ?= sim
+SECONDS ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,6 +58,11 @@ bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matchin
 .PHONY: audit
 audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
 	$(BIN)/pytest -q tests/engines/test_audit.py
+
+.PHONY: fuzz
+fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing raises, nothing refused changes the index
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
+	$(BIN)/python -m tests.fuzz.guided --seconds $(SECONDS)
 
 .PHONY: test
 test: $(READY)  ## everything, real engines included

@@ -15,13 +15,16 @@ request was scheduled travels by another way than the answer, and may arrive lat
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import structs
 
 from kvplug.audit.event_times import EventTimes
@@ -31,10 +34,13 @@ from kvplug.audit.overtaking import Surpluses
 from kvplug.audit.residency import resident_blocks
 from kvplug.errors import ConfigError
 from kvplug.events import AllBlocksCleared, BlockRemoved, Event, EventBatch, Namespace, Rank
-from kvplug.hashing import TokensLike, as_tokens, seed_of
+from kvplug.hashing import Hashes, TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
+from kvplug.kernels import wire
+from kvplug.records import Records
 from kvplug.router.config import RouterConfig
-from kvplug.router.core import Decision, Router
+from kvplug.router.core import BLOCKS_PER_SLICE, Decision, Router
+from kvplug.router.query_first_lock import QueryFirstLock
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
 _GRACE_S = 1.0
@@ -75,6 +81,8 @@ class AuditedRouter(Router):
         if not 0 <= sample <= 1:
             raise ConfigError(f"audit sample must be in [0, 1], got {sample}")
         super().__init__(config, clock=clock, random_=random_)
+        # Held, in this order: while deciding or applying, while the audit's own state is used.
+        self._deciding, self._auditing = QueryFirstLock(), threading.Lock()
         self._sample, self._max_expected = sample, max_expected
         self._ledgers: defaultdict[Rank, RankLedger] = defaultdict(RankLedger)
         self._expected: dict[str, Expectation] = {}
@@ -85,7 +93,7 @@ class AuditedRouter(Router):
     @contextmanager
     def deciding(self) -> Iterator[None]:
         """Between `route` and `expect` no event is applied that the decision did not know."""
-        with self._lock:
+        with self._deciding:
             yield
 
     def expect(
@@ -99,8 +107,8 @@ class AuditedRouter(Router):
             return
         tokens, index = as_tokens(token_ids), self.index_of(decision.rank)
         hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
-        with self._lock:
-            resident = resident_blocks(index, decision.rank, hashes[: decision.overlap_blocks])
+        with self._auditing:
+            resident = self._resident(decision.rank, hashes[: decision.overlap_blocks])
             expectation = Expectation(
                 rank=decision.rank,
                 decided_s=self._clock(),
@@ -116,7 +124,7 @@ class AuditedRouter(Router):
 
     def answered(self, request_id: str, usage: Usage | None) -> None:
         """The engine has answered to the end; None if the answer carries no usage."""
-        with self._lock:
+        with self._auditing:
             now_s = self._clock()
             self._settle(now_s)
             expectation = self._expected.pop(request_id, None)
@@ -133,47 +141,57 @@ class AuditedRouter(Router):
 
     def abandon(self, request_id: str, reason: str) -> None:
         """The request will not be audited: it failed, ended early, or was sent elsewhere."""
-        with self._lock:
+        with self._auditing:
             self._forget(request_id, reason)
 
     def skip(self, rank: Rank, reason: str) -> None:
         """A request that says nothing about the prediction, by its kind."""
-        with self._lock:
+        with self._auditing:
             self._ledgers[rank].skip(reason)
 
     def ledgers(self) -> dict[Rank, RankLedger]:
         """What is known now of each rank that was sent anything."""
-        with self._lock:
+        with self._auditing:
             self._settle(self._clock())
             return {rank: self._ledgers[rank] for rank in sorted(self._ledgers)}
 
     def accuracy(self, rank: Rank) -> float:
         """What the index's knowledge of the rank has been worth of late, in (0, 1)."""
-        with self._lock:
+        with self._auditing:
             return self._ledgers[rank].accuracy if rank in self._ledgers else RankLedger().accuracy
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """As Router.apply, with an eye on what goes under requests in flight."""
-        sent_s = self._times.sent(rank, batch.ts, self._clock())
-        try:
-            return self._apply(rank, batch, sent_s)
-        finally:
-            self._times.heard(rank, sent_s)
-
-    def _apply(self, rank: Rank, batch: EventBatch, sent_s: float) -> Applied:
-        if not self._watched.get(rank):
-            return super().apply(rank, batch)
-        applied = Applied()
+        sent_s, applied = self._times.sent(rank, batch.ts, self._clock()), Applied()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
-            with self._watching(rank, sent_s) if takes_away else nullcontext():
-                applied = _sum(applied, super().apply(rank, part))
+            with (
+                self._deciding.patiently,
+                self._watching(rank, sent_s) if takes_away else nullcontext(),
+            ):
+                _add(applied, super().apply(rank, part))
+        self._times.heard(rank, sent_s)
+        return applied
+
+    def apply_records(self, rank: Rank, records: Records) -> Applied:
+        """As Router.apply_records, in the same way."""
+        sent_s = self._times.sent(rank, records.ts, self._clock())
+        applied, at = Applied(), 0
+        with self._deciding.patiently as turn:
+            while at < records.num_events:
+                takes_away, end = _run_of(records, at)
+                part = replace(records, num_events=end)
+                with self._watching(rank, sent_s) if takes_away else nullcontext():
+                    while at < end:
+                        at = self._apply_slice(rank, part, at, applied)
+                        turn.give_way()
+        self._times.heard(rank, sent_s)
         return applied
 
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
         self._times.forget(rank)
-        with self._watching(rank, self._clock()):
+        with self._deciding.patiently, self._watching(rank, self._clock()):
             return super().clear(rank)
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
@@ -192,17 +210,28 @@ class AuditedRouter(Router):
     @contextmanager
     def _watching(self, rank: Rank, sent_s: float) -> Iterator[None]:
         """Note what requests in flight lose of what the index had for them."""
-        with self._lock:
-            before = [(each, self._left_of(each)) for each in self._watched[rank].values()]
-            yield
-            for each, num_before in before:
+        with self._auditing:
+            watched = list(self._watched[rank].values())
+            before = [self._left_of(each) for each in watched]
+        yield
+        with self._auditing:
+            for each, num_before in zip(watched, before, strict=True):
                 num_after = self._left_of(each)
                 if num_after < num_before:
                     each.lost(num_after, sent_s)
 
+    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
+        with self._lock.patiently:
+            index = self.index_of(rank)
+            return index.apply_records(rank, records, first, BLOCKS_PER_SLICE, applied)
+
     def _left_of(self, expectation: Expectation) -> int:
-        index, rank = self.index_of(expectation.rank), expectation.rank
-        return resident_blocks(index, rank, expectation.sequence_hashes[: expectation.lowest])
+        hashes = expectation.sequence_hashes[: expectation.lowest]
+        return self._resident(expectation.rank, hashes)
+
+    def _resident(self, rank: Rank, sequence_hashes: Hashes) -> int:
+        with self._lock:
+            return resident_blocks(self.index_of(rank), rank, sequence_hashes)
 
     def _readable(self, expectation: Expectation, usage: Usage | None) -> int | None:
         """The cached tokens, if they can be compared with what was expected."""
@@ -230,8 +259,7 @@ class AuditedRouter(Router):
             self._watched[expectation.rank].pop(answer.request_id, None)
             if len(expectation.sequence_hashes):
                 first = expectation.sequence_hashes[:1]
-                index = self.index_of(expectation.rank)
-                ledger.was_stored.append(resident_blocks(index, expectation.rank, first) > 0)
+                ledger.was_stored.append(self._resident(expectation.rank, first) > 0)
             if answer.cached_tokens is not None:
                 verdict = self._judge(expectation, answer.cached_tokens)
                 ledger.enter(expectation, answer.cached_tokens, verdict)
@@ -279,10 +307,19 @@ def _takes_away(event: Event) -> bool:
     return isinstance(event, BlockRemoved | AllBlocksCleared)
 
 
-def _sum(one: Applied, other: Applied) -> Applied:
-    return Applied(
-        num_stored=one.num_stored + other.num_stored,
-        num_removed=one.num_removed + other.num_removed,
-        num_cleared=one.num_cleared + other.num_cleared,
-        refused=one.refused + other.refused,
-    )
+def _add(applied: Applied, more: Applied) -> None:
+    """Count what the next part of a batch did, as if it had been one."""
+    applied.num_stored += more.num_stored
+    applied.num_removed += more.num_removed
+    applied.num_cleared += more.num_cleared
+    applied.num_orphans = more.num_orphans + (0 if more.was_cleared else applied.num_orphans)
+    applied.was_cleared |= more.was_cleared
+    applied.refused.update(more.refused)
+
+
+def _run_of(records: Records, first: int) -> tuple[bool, int]:
+    """Whether the records from `first` on take away, and up to which one they do alike."""
+    kinds = records.records[wire.KIND :: wire.RECORD_WIDTH][first : records.num_events]
+    takes_away = kinds != wire.STORED
+    others = np.flatnonzero(takes_away != takes_away[0])
+    return bool(takes_away[0]), first + int(others[0] if len(others) else len(kinds))

@@ -18,6 +18,8 @@ _CURE = {
     Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
     "blocks become known again as it stores new prefixes, or at once when it restarts",
     Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
+    Refusal.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs of tokens; "
+    "route such engines by load",
     "undecodable": "check that the endpoint is an event publisher and no other service",
 }
 

@@ -27,20 +27,19 @@ class Health:
         workers, ledgers = list(self._fleet.workers.values()), self._router.ledgers()
         return {
             "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
-            "workers": [_worker(worker, ledgers.get(Rank(worker.url))) for worker in workers],
+            "workers": [self._worker(each, ledgers.get(Rank(each.url))) for each in workers],
             "findings": msgspec.to_builtins(self._diagnosis.look()),
         }
 
-
-def _worker(worker: Worker, ledger: RankLedger | None) -> dict[str, Any]:
-    return {
-        "url": worker.url,
-        "state": "up" if worker.is_up else "down",
-        "reason": worker.down_because,
-        "models": sorted(worker.models),
-        "events": _events(worker),
-        "audit": None if ledger is None else _audit(ledger),
-    }
+    def _worker(self, worker: Worker, ledger: RankLedger | None) -> dict[str, Any]:
+        return {
+            "url": worker.url,
+            "state": "up" if worker.is_up else "down",
+            "reason": worker.down_because,
+            "models": sorted(worker.models),
+            "events": _events(worker, self._fleet.events_endpoint),
+            "audit": None if ledger is None else _audit(ledger),
+        }
 
 
 def _audit(ledger: RankLedger) -> dict[str, Any]:
@@ -54,13 +53,13 @@ def _audit(ledger: RankLedger) -> dict[str, Any]:
     }
 
 
-def _events(worker: Worker) -> dict[str, Any] | None:
+def _events(worker: Worker, shared_endpoint: str | None) -> dict[str, Any] | None:
     """None if the worker publishes none. `complete`: the index has all that the worker holds."""
     follower = worker.follower
     if follower is None:
         return None
     return {
-        "endpoint": worker.spec.events,
+        "endpoint": worker.spec.events or shared_endpoint,
         "connected": follower.connected,
         "complete": follower.connected and follower.incomplete is None,
         "reason": follower.incomplete,

@@ -1,9 +1,10 @@
 import logging
 
+import msgspec
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.events import AllBlocksCleared, BlockRemoved
+from kvplug.events import AllBlocksCleared, BlockCopied, BlockRemoved, Tier
 from kvplug.ingest.follower import Follower
 from tests.ingest.publisher import message, stored
 
@@ -129,6 +130,31 @@ def test_removals_in_other_groups_of_a_hybrid_model_are_left_alone(router, follo
     assert len(router.index) == 0
 
 
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (BlockCopied(block_hashes=(1000,), tier=Tier.HOST), "no_tokens"),
+        (stored(1, bigrams=True), "bigram_tokens"),
+    ],
+)
+def test_what_the_index_cannot_take_makes_the_rank_incomplete(router, follower, event, reason):
+    follower.receive(message(0, event))
+    assert len(router.index) == 0
+    assert follower.skipped == {reason: 1}
+    assert follower.incomplete == f"events could not be used: {reason}"
+
+
+def test_a_pooled_medium_is_named_once(follower, caplog):
+    caplog.set_level(logging.INFO)
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CXL"}
+    for number in range(2):
+        payload = msgspec.msgpack.encode([0.0, [removed], 0])
+        follower.receive([b"", number.to_bytes(8, "big"), payload])
+    assert caplog.text.count("blocks in CXL count as in host memory") == 1
+    assert "unknown_medium" not in follower.skipped
+
+
 def test_a_rank_that_is_not_routed_to_is_counted(follower):
     follower.receive(message(0, stored(1), dp_rank=3))
     assert follower.skipped == {"unknown_rank": 1}
+    assert Rank("w", 3) not in follower._applier._ranks, "or any number would be remembered"

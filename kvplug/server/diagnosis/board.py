@@ -136,7 +136,7 @@ class Diagnosis:
             models=worker.models,
             block_size=self._router.index_of(Rank(worker.url)).block_size,
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
-            events=worker.spec.events,
+            events=self._events_endpoint(worker),
             topic=worker.spec.topic,
             stream=self._stream(worker),
             ledger=ledger,
@@ -145,6 +145,11 @@ class Diagnosis:
             untokenized=self._prompts.without_tokenizer,
             hashes_alone=is_alone,
         )
+
+    def _events_endpoint(self, worker: Worker) -> str | None:
+        if worker.follower is None:
+            return None
+        return worker.spec.events or self._fleet.events_endpoint
 
     def _hashes_alone(self) -> set[str]:
         """Workers outside the largest engine hash space of their index."""

@@ -58,10 +58,13 @@ async def test_a_sound_engine_has_no_findings():
 async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
     async with routing(block_size=8) as (service, client):
         await ask_all(client)
-        await until(lambda: Code.BLOCK_SIZE in codes(service), "the block size is found wrong")
-        [found] = [f for f in service.diagnosis.look() if f.code is Code.BLOCK_SIZE]
-        assert "50 blocks refused" in found.seen
-        assert "--block-size 4" in found.cure
+
+        def found():
+            every = service.diagnosis.look()
+            return [f for f in every if f.code is Code.BLOCK_SIZE and "50 blocks" in f.seen]
+
+        [finding] = await until(found, "all blocks are refused")
+        assert "--block-size 4" in finding.cure
 
 
 async def test_a_stream_that_stays_silent_is_found():
