@@ -4,10 +4,19 @@ import random
 
 import pytest
 
-from kvplug import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Rank, RouterConfig
+from kvplug import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Rank,
+    RouterConfig,
+    codec,
+)
 from kvplug.audit.expectation import Verdict
 from kvplug.audit.router import AuditedRouter, Usage
 from kvplug.errors import ConfigError
+from kvplug.records import read_payloads
 
 RANK = Rank("a")
 BLOCK = 4
@@ -324,3 +333,36 @@ def test_who_never_answers_is_forgotten(clock):
     for _ in range(5):
         expect(router)
     assert dict(ledger(router, clock).num_skipped) == {"never_answered": 3}
+
+
+def run_of_messages(*batches):
+    """Messages in the form in which a follower hands plain ones on."""
+    payloads = [
+        codec.encode(EventBatch(events=events, ts=ts, dp_rank=0)) for ts, *events in batches
+    ]
+    records = read_payloads(payloads)
+    assert records.num_payloads == len(payloads)
+    return records
+
+
+def test_runs_of_plain_messages_are_looked_at_as_batches_are(router, clock):
+    router.apply_records(RANK, run_of_messages((1000.0, stored(PROMPT))))
+    request_id = expect(router)
+    clock.now_s = 0.5
+    again = run_of_messages(
+        (1000.1, removed(3), removed(2)), (1000.2, stored(PROMPT, start=2), removed(3))
+    )
+    applied = router.apply_records(RANK, again)
+    assert (applied.num_removed, applied.num_stored) == (3, 2)
+    answer(router, request_id, 2)
+    assert verdict(router, clock) is Verdict.EVICTED
+    router.index.check()
+
+
+def test_a_clear_in_a_run_of_messages_is_no_mistake(router, clock):
+    router.apply_records(RANK, run_of_messages((0.0, stored(PROMPT))))
+    request_id = expect(router)
+    applied = router.apply_records(RANK, run_of_messages((0.0, AllBlocksCleared())))
+    assert applied.was_cleared
+    answer(router, request_id, 0)
+    assert verdict(router, clock) is Verdict.EVICTED
