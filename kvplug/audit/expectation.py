@@ -43,7 +43,8 @@ class Expectation:
     decided_s, answered_s: when, on the router's clock;
     predicted: what the decision counted on; resident: the part that the index had from events;
     lowest: what the engine has left of it by evictions that became known since, lowest_then: by
-    those of them that it had sent before the decision.
+    those of them that it had sent before the decision; held: what the index had of `lowest` when it
+    was last looked at.
     """
 
     rank: Rank
@@ -55,6 +56,7 @@ class Expectation:
     resident: int
     lowest: int
     lowest_then: int
+    held: int
     answered_s: float = math.inf
 
     def reported(self, cached_tokens: int) -> int:

@@ -108,7 +108,7 @@ class AuditedRouter(Router):
         tokens, index = as_tokens(token_ids), self.index_of(decision.rank)
         hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
         with self._auditing:
-            resident = self._resident(decision.rank, hashes[: decision.overlap_blocks])
+            [resident] = self._resident(decision.rank, [hashes[: decision.overlap_blocks]])
             expectation = Expectation(
                 rank=decision.rank,
                 decided_s=self._clock(),
@@ -119,6 +119,7 @@ class AuditedRouter(Router):
                 resident=resident,
                 lowest=decision.overlap_blocks,
                 lowest_then=decision.overlap_blocks,
+                held=resident,
             )
             self._remember(decision.request_id, expectation)
 
@@ -179,12 +180,16 @@ class AuditedRouter(Router):
         applied, at = Applied(), 0
         with self._deciding.patiently as turn:
             while at < records.num_events:
-                takes_away, end = _run_of(records, at)
+                takes_away, end = False, records.num_events
+                if self._watched.get(rank):
+                    takes_away, end = _run_of(records, at)
                 part = replace(records, num_events=end)
                 with self._watching(rank, sent_s) if takes_away else nullcontext():
-                    while at < end:
-                        at = self._apply_slice(rank, part, at, applied)
+                    at = self._apply_slice(rank, part, at, applied)
+                    while takes_away and at < end:
                         turn.give_way()
+                        at = self._apply_slice(rank, part, at, applied)
+                turn.give_way()
         self._times.heard(rank, sent_s)
         return applied
 
@@ -212,26 +217,31 @@ class AuditedRouter(Router):
         """Note what requests in flight lose of what the index had for them."""
         with self._auditing:
             watched = list(self._watched[rank].values())
-            before = [self._left_of(each) for each in watched]
+            # Of the others nothing can have come, and what went was seen.
+            partial = [each for each in watched if each.held < each.lowest]
+            for each, num_left in self._left_of(rank, partial):
+                each.held = num_left
         yield
         with self._auditing:
-            for each, num_before in zip(watched, before, strict=True):
-                num_after = self._left_of(each)
-                if num_after < num_before:
-                    each.lost(num_after, sent_s)
+            for each, num_left in self._left_of(rank, watched):
+                if num_left < each.held:
+                    each.lost(num_left, sent_s)
+                each.held = num_left
 
     def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
         with self._lock.patiently:
             index = self.index_of(rank)
             return index.apply_records(rank, records, first, BLOCKS_PER_SLICE, applied)
 
-    def _left_of(self, expectation: Expectation) -> int:
-        hashes = expectation.sequence_hashes[: expectation.lowest]
-        return self._resident(expectation.rank, hashes)
+    def _left_of(
+        self, rank: Rank, expectations: list[Expectation]
+    ) -> Iterator[tuple[Expectation, int]]:
+        prompts = [each.sequence_hashes[: each.lowest] for each in expectations]
+        return zip(expectations, self._resident(rank, prompts), strict=True)
 
-    def _resident(self, rank: Rank, sequence_hashes: Hashes) -> int:
+    def _resident(self, rank: Rank, prompts: list[Hashes]) -> list[int]:
         with self._lock:
-            return resident_blocks(self.index_of(rank), rank, sequence_hashes)
+            return resident_blocks(self.index_of(rank), rank, prompts)
 
     def _readable(self, expectation: Expectation, usage: Usage | None) -> int | None:
         """The cached tokens, if they can be compared with what was expected."""
@@ -258,8 +268,8 @@ class AuditedRouter(Router):
             expectation, ledger = answer.expectation, self._ledgers[answer.expectation.rank]
             self._watched[expectation.rank].pop(answer.request_id, None)
             if len(expectation.sequence_hashes):
-                first = expectation.sequence_hashes[:1]
-                ledger.was_stored.append(self._resident(expectation.rank, first) > 0)
+                [num] = self._resident(expectation.rank, [expectation.sequence_hashes[:1]])
+                ledger.was_stored.append(num > 0)
             if answer.cached_tokens is not None:
                 verdict = self._judge(expectation, answer.cached_tokens)
                 ledger.enter(expectation, answer.cached_tokens, verdict)
