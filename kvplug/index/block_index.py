@@ -63,7 +63,8 @@ class Overlap(NamedTuple):
     """What each rank holds of a request, by rank number.
 
     depth: int64[ranks], leading blocks held in any tier, speculative ones included;
-    credit: float64[ranks], what they are worth in blocks: at most `depth`.
+    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
+    on ranks of which not everything is known.
     """
 
     depth: I64
@@ -81,6 +82,7 @@ class BlockIndex:
         self.numbers = HolderNumbers()
         self.holdings = Holdings()
         self.speculative = SpeculativeBlocks(speculative_ttl_s)
+        self._worth: F64 = np.ones(0)
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain()
         self._clearing: tuple[Tier | None, Clearing] | None = None
@@ -110,7 +112,15 @@ class BlockIndex:
         """Follow a rank from now on; returns its number."""
         if rank not in self.numbers:
             self._join(rank, self._common_domain)
+            self.set_worth(rank, 1.0)
         return self.numbers.add(rank)
+
+    def set_worth(self, rank: Rank, worth: float) -> None:
+        """What a block that the rank holds is worth from now on: 1.0 if all of them are known."""
+        number = self.numbers.number_of(rank)
+        missing = max(0, number + 1 - len(self._worth))
+        self._worth = np.concatenate([self._worth, np.ones(missing)])
+        self._worth[number] = worth
 
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
@@ -198,7 +208,7 @@ class BlockIndex:
                 credit,
             )
         reached = self.speculative.extend(sequence_hashes, depth, now_s)
-        return Overlap(reached, credit + (reached - depth))
+        return Overlap(reached, credit * self._worth[:num_ranks] + (reached - depth))
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds."""

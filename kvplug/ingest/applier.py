@@ -53,7 +53,7 @@ class Applier:
     def __init__(self, router: Router, rank: Rank, skips: Skips) -> None:
         self.num_stored = self.num_removed = 0
         self._router, self._rank, self._skips = router, rank, skips
-        self._ranks = {rank}
+        self.ranks = {rank}
         self._full_groups: set[int] = set()
         self._pooled_media: set[str] = set()
         self._is_hybrid = False
@@ -76,7 +76,7 @@ class Applier:
         """Forget all that the publisher said: its blocks and what was learnt of its groups."""
         self._full_groups.clear()
         self._is_hybrid = False
-        for rank in self._ranks:
+        for rank in self.ranks:
             self._router.clear(rank)
 
     def _read_run(self, payloads: list[bytes], first: int) -> Records | None:
@@ -124,7 +124,7 @@ class Applier:
 
     def _count(self, rank: Rank, applied: Applied, effect: Effect) -> None:
         if applied.refused[Refusal.UNKNOWN_RANK.value] == 0:  # or any number would be remembered
-            self._ranks.add(rank)
+            self.ranks.add(rank)
         self.num_stored += applied.num_stored
         self.num_removed += applied.num_removed
         for reason, count in applied.refused.items():

@@ -88,7 +88,7 @@ class TopicDispatcher:
             follower.on_disconnected()
 
     def _deliver(self, follower: Follower, frames: list[bytes]) -> None:
-        if follower in self._suspects and _breaks(follower.sequence.last, frames):
+        if follower in self._suspects and _breaks(follower.repair.last, frames):
             self._suspects.discard(follower)
             follower.on_disconnected()
         if not follower.connected:

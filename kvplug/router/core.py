@@ -113,6 +113,15 @@ class Router:
                 turn.give_way()
         return applied
 
+    def set_worth(self, rank: Rank, worth: float) -> None:
+        """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
+
+        For ranks of whose blocks not everything is known (kvplug/ingest/trust.py).
+        """
+        with self._lock:
+            if rank in self.index.numbers:
+                self.index.set_worth(rank, worth)
+
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
         with self._lock.patiently as turn:

@@ -71,7 +71,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         "--worker",
         action="append",
         default=[],
-        metavar="URL[,events=ENDPOINT][,topic=PREFIX]",
+        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]",
         help="an engine and where it publishes its KV events; repeat for each engine",
     )
     add(

@@ -14,7 +14,8 @@ from kvplug.router.config import RouterConfig
 from kvplug.topics import Topic
 
 _FORM = (
-    "URL[,events=ENDPOINT][,topic=PREFIX], like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
+    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX], like "
+    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
 
 
@@ -23,27 +24,31 @@ class WorkerSpec:
     """One engine: where its API is, and where it publishes its KV events.
 
     Without `events` it publishes nowhere, or connects to the router's `events_bind`, where it is
-    known by its topic, `kv@POD` or `kv@POD@MODEL`.
+    known by its topic, `kv@POD` or `kv@POD@MODEL`. `replay` is where it sends events again.
     """
 
     url: str
     events: str | None = None
     topic: str = ""
+    replay: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,topic=PREFIX]`."""
+        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]`."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if key not in ("events", "topic") or not equals or key in values:
+            if key not in ("events", "replay", "topic") or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
             values[key] = value
-        if "events" in values and "://" not in values["events"]:
-            raise ConfigError(f"worker {text!r}: events={values['events']!r}; expected {_FORM}")
-        return cls(url=url.rstrip("/"), events=values.get("events"), topic=values.get("topic", ""))
+        for key in {"events", "replay"} & values.keys():
+            if "://" not in values[key]:
+                raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
+        if "replay" in values and "events" not in values:
+            raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
+        return cls(url=url.rstrip("/"), **values)
 
 
 def _require_http(url: str, text: str) -> None:

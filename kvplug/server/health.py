@@ -12,6 +12,7 @@ import msgspec
 from kvplug.audit.ledger import RankLedger
 from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
+from kvplug.ingest.follower import Follower
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet, Worker
 
@@ -54,19 +55,32 @@ def _audit(ledger: RankLedger) -> dict[str, Any]:
 
 
 def _events(worker: Worker, shared_endpoint: str | None) -> dict[str, Any] | None:
-    """None if the worker publishes none. `complete`: the index has all that the worker holds."""
+    """None if the worker publishes none."""
     follower = worker.follower
     if follower is None:
         return None
     return {
         "endpoint": worker.spec.events or shared_endpoint,
         "connected": follower.connected,
-        "complete": follower.connected and follower.incomplete is None,
-        "reason": follower.incomplete,
-        "last_sequence": follower.sequence.last,
+        "trust": follower.trust.level,
+        "reason": follower.trust.reason,
+        "cure": follower.trust.cure,
+        "last_sequence": follower.repair.last,
         "messages": follower.num_messages,
-        "messages_missed": follower.sequence.num_missed,
+        "messages_missed": follower.repair.num_missed,
+        "restarts": follower.repair.num_restarts,
+        "replays": _replays(follower) if follower.can_replay else None,
         "blocks_stored": follower.num_stored,
         "blocks_removed": follower.num_removed,
         "skipped": dict(follower.skipped),
+    }
+
+
+def _replays(follower: Follower) -> dict[str, Any]:
+    repair = follower.repair
+    return {
+        "asked": repair.num_replays,
+        "failed": repair.num_failures,
+        "messages_recovered": repair.num_recovered,
+        "last_repair_s": repair.last_repair_s,
     }

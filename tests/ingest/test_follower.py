@@ -6,6 +6,7 @@ import pytest
 from kvplug import Rank, Router, RouterConfig
 from kvplug.events import AllBlocksCleared, BlockCopied, BlockRemoved, Tier
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
 from tests.ingest.publisher import message, stored
 
 RANK = Rank("w")
@@ -29,7 +30,7 @@ def test_events_reach_the_index(router, follower):
     follower.receive(message(0, stored(1, 3)))
     follower.receive(message(1, BlockRemoved(block_hashes=(1002,))))
     assert len(router.index) == 2
-    assert (follower.num_stored, follower.num_removed, follower.incomplete) == (3, 1, None)
+    assert (follower.num_stored, follower.num_removed, follower.trust.reason) == (3, 1, None)
 
 
 def test_a_duplicate_is_not_applied_twice(router, follower):
@@ -43,10 +44,11 @@ def test_a_duplicate_is_not_applied_twice(router, follower):
 def test_a_gap_is_counted_and_named(router, follower, caplog):
     follower.receive(message(0, stored(1)))
     follower.receive(message(5, stored(9)))
-    assert len(router.index) == 2
-    assert follower.sequence.num_missed == 4
-    assert follower.incomplete == "4 event messages were lost"
-    assert "not all of its blocks are known: 4 event messages were lost" in caplog.text
+    assert len(router.index) == 1, "removals may be among what was lost"
+    assert follower.repair.num_missed == 4
+    assert follower.trust.level is Trust.STALE
+    assert follower.trust.reason == "4 event messages were lost"
+    assert "stale: 4 event messages were lost; start the engine with a replay" in caplog.text
 
 
 def test_a_restart_forgets_the_former_life(router, follower):
@@ -54,7 +56,7 @@ def test_a_restart_forgets_the_former_life(router, follower):
         follower.receive(message(number, stored(10 * number + 1)))
     follower.receive(message(0, stored(91)))
     assert router.index.engine_hashes_of(RANK).tolist() == [91_000]
-    assert follower.incomplete is None
+    assert follower.trust.reason is None
 
 
 def test_a_lost_connection_forgets_everything(router, follower):
@@ -64,25 +66,25 @@ def test_a_lost_connection_forgets_everything(router, follower):
     assert not follower.connected
     follower.on_connected()
     follower.receive(message(0, stored(5)))
-    assert (len(router.index), follower.incomplete) == (1, None)
+    assert (len(router.index), follower.trust.reason) == (1, None)
 
 
 def test_joining_late_is_said(follower):
     follower.receive(message(17, stored(1)))
-    assert follower.incomplete == "the router joined after the engine's first events"
+    assert follower.trust.reason == "the router joined after the engine's first events"
 
 
 def test_a_clear_makes_a_rank_complete_again(follower):
     follower.receive(message(17, stored(1)))
     follower.receive(message(18, AllBlocksCleared(), stored(5)))
-    assert follower.incomplete is None
+    assert follower.trust.reason is None
 
 
 def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):
     follower.receive(message(0, stored(1, parent=4711)))
     assert len(router.index) == 0
     assert follower.skipped == {"unknown_parent": 1}
-    assert follower.incomplete == "blocks came whose parents are unknown"
+    assert follower.trust.reason == "events could not be used: unknown_parent"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_message_that_is_no_batch_leaves_the_rank_incomplete(router, follower,
     follower.receive(message(2, stored(1)))
     assert follower.skipped == {"undecodable": 2}
     assert len(router.index) == 1
-    assert follower.incomplete == "events could not be used: undecodable"
+    assert follower.trust.reason == "events could not be used: undecodable"
     assert caplog.text.count("check that the endpoint is an event publisher") == 1
 
 
@@ -141,7 +143,7 @@ def test_what_the_index_cannot_take_makes_the_rank_incomplete(router, follower, 
     follower.receive(message(0, event))
     assert len(router.index) == 0
     assert follower.skipped == {reason: 1}
-    assert follower.incomplete == f"events could not be used: {reason}"
+    assert follower.trust.reason == f"events could not be used: {reason}"
 
 
 def test_a_pooled_medium_is_named_once(follower, caplog):
@@ -157,4 +159,4 @@ def test_a_pooled_medium_is_named_once(follower, caplog):
 def test_a_rank_that_is_not_routed_to_is_counted(follower):
     follower.receive(message(0, stored(1), dp_rank=3))
     assert follower.skipped == {"unknown_rank": 1}
-    assert Rank("w", 3) not in follower._applier._ranks, "or any number would be remembered"
+    assert Rank("w", 3) not in follower._applier.ranks, "or any number would be remembered"

@@ -18,6 +18,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import tokenization
 from kvplug.server.diagnosis.checks import check_all
@@ -163,9 +164,11 @@ class Diagnosis:
         follower = worker.follower
         if follower is None:
             return None
+        trust = follower.trust
         return StreamView(
             connected=not self._is_away(worker, follower),
-            incomplete=follower.incomplete,
+            incomplete=trust.reason if trust.level is Trust.STALE else None,
+            cure=trust.cure or "",
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,
             skipped=self._skips.of(worker.url, follower.skipped.copy(), time.monotonic()),

@@ -111,8 +111,7 @@ def _num_prompts_unseen(ledger: RankLedger | None) -> int:
 def _incomplete(view: WorkerView) -> Found:
     if view.stream is None or not view.stream.connected or view.stream.incomplete is None:
         return
-    cure = "it becomes complete as the engine clears its cache or restarts"
-    seen = view.stream.incomplete
+    seen, cure = view.stream.incomplete, view.stream.cure
     yield Finding(view.url, Code.EVENTS_INCOMPLETE, "all of its events", seen, cure)
 
 

@@ -15,10 +15,13 @@ from kvplug.server.diagnosis.facts import EngineFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
-    """A worker's event stream. incomplete: why not all of its blocks are known, or None."""
+    """A worker's event stream. incomplete: why not all of its blocks are known,
+    or None; cure: of that.
+    """
 
     connected: bool
     incomplete: str | None = None
+    cure: str = ""
     num_messages: int = 0
     num_stored: int = 0
     skipped: Counter[str] = field(default_factory=Counter)

@@ -86,7 +86,12 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             "40 blocks stored, none of 8 prompts",
             "chat template",
         ),
-        ({"stream": stream(incomplete="a gap")}, Code.EVENTS_INCOMPLETE, "a gap", "restarts"),
+        (
+            {"stream": stream(incomplete="a gap", cure="restart")},
+            Code.EVENTS_INCOMPLETE,
+            "a gap",
+            "restart",
+        ),
         (
             {"stream": stream(skipped=Counter(undecodable=2, duplicate=1))},
             Code.EVENTS_SKIPPED,

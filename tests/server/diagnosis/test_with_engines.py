@@ -19,10 +19,13 @@ PROMPTS = [[number] * 20 for number in range(10)]
 
 
 @asynccontextmanager
-async def routing(engine_config=None, *, topic="", block_size=4, **more):
+async def routing(engine_config=None, *, topic="", block_size=4, early_prompt=None, **more):
     """A router in front of one simulated engine; (service, client)."""
     async with AsyncExitStack() as started:
         engine = await started.enter_async_context(EngineService(engine_config or config()))
+        if early_prompt is not None:
+            async with aiohttp.ClientSession(engine.url) as client:
+                await ask_all(client, [early_prompt])
         spec = WorkerSpec(url=engine.url, events=engine.events_endpoint, topic=topic)
         router = RouterConfig(block_size=block_size)
         settings = ServerConfig(
@@ -83,15 +86,14 @@ async def test_blocks_that_never_match_are_found_and_forgotten_when_they_do(tiny
         await until(lambda: Code.NEVER_MATCHES not in codes(service), "the finding is over")
 
 
-async def test_late_events_are_incomplete_until_the_cache_is_cleared():
-    async with routing() as (service, _):
-        [worker] = service.fleet.workers.values()
-        worker.follower.incomplete = "3 event messages were lost"
-        [finding] = service.diagnosis.look()
-        assert (finding.code, finding.seen) == (
-            Code.EVENTS_INCOMPLETE,
-            "3 event messages were lost",
-        )
+async def test_a_router_that_comes_late_does_not_know_all():
+    async with routing(early_prompt=PROMPTS[0]) as (service, client):
+        await ask_all(client)
+        await until(lambda: Code.EVENTS_INCOMPLETE in codes(service), "the gap is found")
+        [found] = [f for f in service.diagnosis.look() if f.code is Code.EVENTS_INCOMPLETE]
+        assert found.cure
+        [rank] = service.router.ledgers()
+        assert 0.5 <= service.router.accuracy(rank) <= 1
 
 
 @pytest.mark.parametrize("is_other", [False, True])
