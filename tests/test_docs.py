@@ -12,6 +12,7 @@ from kvplug.engines.publisher import PublisherConfig
 from kvplug.index.applied import Refusal
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
+from kvplug.server.diagnosis import doctor
 from kvplug.topics import Topic
 from kvplug.wire import TIERS
 
@@ -49,9 +50,23 @@ def test_every_flag_is_documented_with_its_default(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    documented = set(re.findall(r"`(--[a-z][a-z-]+)", SETTINGS))
+    documented = flags_of_section("python -m kvplug.router")
     assert flags - documented == {"--help", "--version"}
     assert documented <= flags
+
+
+def test_every_flag_of_the_doctor_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert set(re.findall(r"--[a-z][a-z-]+", usage)) == flags_of_section(
+        "python -m kvplug.router doctor"
+    )
+
+
+def flags_of_section(title):
+    _, _, rest = SETTINGS.partition(f"## {title}\n")
+    return set(re.findall(r"`(--[a-z][a-z-]+)", rest.partition("\n## ")[0]))
 
 
 @pytest.mark.parametrize("field", RouterConfig.__dataclass_fields__.values(), ids=lambda f: f.name)

@@ -36,7 +36,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 # Of ingestion, for which a query may have to wait: about 15 us.
-_BLOCKS_PER_SLICE = 96
+BLOCKS_PER_SLICE = 96
 _SLOTS_PER_SLICE = 1024
 
 
@@ -102,7 +102,7 @@ class Router:
         return only.index
 
     def index_of(self, rank: Rank) -> BlockIndex:
-        """The index of the rank's model and block size."""
+        """The index of the rank's model and block size; an empty one's if the rank is unknown."""
         return self.fleet_index.section_of(rank).index
 
     def add_worker(
@@ -134,7 +134,7 @@ class Router:
         applied, at = Applied(), 0
         with self._lock.patiently as turn:
             while at < records.num_events:
-                at = self.fleet_index.apply_records(rank, records, at, _BLOCKS_PER_SLICE, applied)
+                at = self.fleet_index.apply_records(rank, records, at, BLOCKS_PER_SLICE, applied)
                 turn.give_way()
         return applied
 

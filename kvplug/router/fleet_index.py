@@ -198,8 +198,9 @@ class FleetIndex:
         return [self.sections[place] for place in places]
 
     def section_of(self, rank: Rank) -> Section:
-        """The section that a rank is in."""
-        return self._members[rank.worker].section
+        """The section that a rank is in; any for a rank of a worker that was removed."""
+        member = self._members.get(rank.worker)
+        return self.sections[0] if member is None else member.section
 
     def _add_rank(self, member: _Member, rank: Rank) -> None:
         member.ranks.append(rank)

@@ -13,12 +13,13 @@ from aiohttp import web
 
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
-from kvplug.server.health import health_of
+from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.namespaces import Body, lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
+from kvplug.server.usage import unauditable
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,16 @@ class Api:
     """The handlers; `application` has them on their routes."""
 
     def __init__(
-        self, config: ServerConfig, fleet: Fleet, proxy: Proxy, prompts: Prompts, metrics: Metrics
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        proxy: Proxy,
+        prompts: Prompts,
+        metrics: Metrics,
+        health: Health,
     ) -> None:
-        self._fleet, self._proxy, self._prompts, self._metrics = fleet, proxy, prompts, metrics
+        self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
+        self._metrics, self._health = metrics, health
         self.application = web.Application(
             client_max_size=config.max_body_bytes, middlewares=[_errors_in_openai_form]
         )
@@ -60,7 +68,8 @@ class Api:
             size=len(raw),
         )
         namespace = namespace_of(body, served.lora_name)
-        forward = Forward(request.path, model, raw, tokens, namespace)
+        reason = unauditable(body)
+        forward = Forward(request.path, model, raw, tokens, namespace, reason)
         return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -78,8 +87,8 @@ class Api:
         return web.json_response({"object": "list", "data": cards})
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 if any worker is up, 503 if none; the state of each either way."""
-        body = health_of(self._fleet)
+        """200 if any worker is up, 503 if none; the state of each and all findings either way."""
+        body = self._health.body()
         return web.json_response(body, status=200 if body["status"] == "ok" else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:

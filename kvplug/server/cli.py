@@ -47,6 +47,7 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         health_interval_s=arguments.health_interval_s,
         request_timeout_s=arguments.request_timeout_s,
         grace_s=arguments.grace_s,
+        audit_sample=arguments.audit_sample,
     )
 
 
@@ -85,6 +86,13 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
     add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
     add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
     add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
+    add(
+        "--audit-sample",
+        type=float,
+        default=_SERVER.audit_sample,
+        help="share of requests whose "
+        "predicted cached tokens are compared with the answer; 0 is off",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
 
 

@@ -92,6 +92,7 @@ class ServerConfig:
     health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
     request_timeout_s: longest silence of a worker within a request.
     grace_s: how long requests in flight may take to end when the router stops.
+    audit_sample: share of the requests whose predicted cached tokens are compared with the answer.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -105,6 +106,7 @@ class ServerConfig:
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
     grace_s: float = 10.0
+    audit_sample: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -117,6 +119,8 @@ class ServerConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        if not 0 <= self.audit_sample <= 1:
+            raise ConfigError(f"audit_sample must be in [0, 1], got {self.audit_sample}")
         self._require_topics()
         # aiohttp takes a grace of 0 for no limit at all.
         times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")

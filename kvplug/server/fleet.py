@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.collector import EventCollector
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
-from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import Served, model_of, served_by
 from kvplug.topics import Topic
@@ -53,7 +54,7 @@ class Fleet:
     """start, stop; candidates, models, mark_down."""
 
     def __init__(
-        self, config: ServerConfig, router: Router, session: aiohttp.ClientSession
+        self, config: ServerConfig, router: AuditedRouter, session: aiohttp.ClientSession
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
@@ -119,11 +120,11 @@ class Fleet:
     def _follow(self, worker: Worker) -> None:
         topic = Topic.parse(worker.spec.topic)
         if worker.spec.events is not None:
-            worker.follower = Follower(self._router, Rank(worker.url))
+            worker.follower = self._follower_of(worker)
             spec = worker.spec
             self._listener.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
         elif self._collector is not None and topic is not None:
-            worker.follower = Follower(self._router, Rank(worker.url))
+            worker.follower = self._follower_of(worker)
             self._collector.follow(worker.follower, topic)
         else:
             logger.warning(
@@ -131,6 +132,12 @@ class Fleet:
                 "--kv-events-config and name its endpoint with events=",
                 worker.url,
             )
+
+    def _follower_of(self, worker: Worker) -> Follower:
+        rank = Rank(worker.url)
+        # While some of its events are missing, its blocks are worth what the audit measures.
+        stale_worth = partial(self._router.accuracy, rank)
+        return Follower(self._router, rank, stale_worth=stale_worth)
 
     async def _watch(self, worker: Worker) -> None:
         while True:

@@ -61,6 +61,12 @@ class Prompts:
         self._folder = tokenizer_folder
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
 
+    @property
+    def without_tokenizer(self) -> frozenset[str]:
+        """Models whose text came and could not be tokenized, for want of a tokenizer."""
+        missing = {model for model, tokenizer in self._tokenizers.items() if tokenizer is None}
+        return frozenset(missing & self.untokenized.keys())
+
     async def tokens_of(self, body: Body, root: str, *, is_chat: bool, size: int) -> Tokens | None:
         """`root` is where the engine loaded the model from, `size` the length of the body.
 
@@ -95,12 +101,17 @@ class Prompts:
             logger.warning("requests without prefix knowledge: %s: %s", reason, _WHY[reason])
         self.without_prefix[reason] += 1
 
-    def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
+    def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
+        """The tokenizer of a model, loaded on first use; None if there is none here."""
         if model not in self._tokenizers:
             self._tokenizers[model] = _load(model, self._folder or Path(root))
-        if self._tokenizers[model] is None:
-            self.untokenized[model] += 1
         return self._tokenizers[model]
+
+    def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
+        tokenizer = self.tokenizer_of(model, root)
+        if tokenizer is None:
+            self.untokenized[model] += 1
+        return tokenizer
 
 
 def _has_media(messages: object) -> bool:
