@@ -1,0 +1,65 @@
+"""Faults between engines and a router: python -m tests.chaos [--engine sim] [--only NAME].
+
+In:  engines, scenarios, a seed.   Out: a row per scenario; exit code 1 if one ends as it must not.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from itertools import groupby
+from pathlib import Path
+
+from tests.chaos.engines import ENGINES
+from tests.chaos.report import defects, header, row, spread
+from tests.chaos.rig import Rig
+from tests.chaos.scenarios import NUM_MESSAGES, SCENARIOS
+
+
+def main():
+    arguments = _arguments()
+    print(header(), flush=True)
+    began_at, repairs_s, is_bad = time.monotonic(), [], False
+    for engine_name in arguments.engine:
+        for result in _run_engine(engine_name, arguments):
+            is_bad |= _tell(*result)
+            repairs_s += result[-1].repairs_s
+    print(f"\n{spread(repairs_s)}; {time.monotonic() - began_at:.0f} s in all")
+    return int(is_bad)
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["vllm", "sglang"])
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT")
+    parser.add_argument("--messages", type=int, default=NUM_MESSAGES)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--logs", type=Path, help="keep the logs in this folder")
+    return parser.parse_args()
+
+
+def _run_engine(engine_name, arguments):
+    wanted = [scenario for scenario in SCENARIOS if scenario.name in arguments.only]
+    for buffer_steps, scenarios in groupby(wanted, key=lambda scenario: scenario.buffer_steps):
+        with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+            folder = Path(temporary)
+            engine = ENGINES[engine_name](folder, buffer_steps=buffer_steps)
+            try:
+                engine.start()
+                for scenario in scenarios:
+                    with Rig(engine, folder, arguments.seed, **scenario.rig) as rig:
+                        yield engine.name, scenario, scenario.run(rig, arguments.messages)
+            finally:
+                engine.process.stop()
+
+
+def _tell(engine_name, scenario, outcome):
+    print(row(engine_name, scenario.name, outcome), flush=True)
+    for sentence in (found := defects(outcome, scenario.expects)):
+        print(f"    {scenario.name}: {sentence}; {outcome.reason}; {outcome.cure}", flush=True)
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

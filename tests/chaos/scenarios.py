@@ -1,0 +1,155 @@
+"""Every fault, as a sentence of orders to a rig.
+
+In:  a rig whose router trusts its index.   Out: the rig at rest, and its Outcome.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.chaos.rig import Outcome, Rig
+
+NUM_MESSAGES = 200
+SMALL_BUFFER = 20
+_LARGE_BUFFER = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """`num_messages` scales the work; `expects` is the level of trust at the end."""
+
+    name: str
+    act: Callable[[Rig, int], None]
+    expects: str = "exact"
+    buffer_steps: int = _LARGE_BUFFER
+    rig: dict = field(default_factory=dict)
+
+    def run(self, rig, num_messages=NUM_MESSAGES) -> Outcome:
+        if self.buffer_steps == SMALL_BUFFER:
+            rig.engine.empty_cache()  # what came before can no longer be replayed
+        rig.begin_exact()
+        self.act(rig, num_messages)
+        return rig.settle_exact() if self.expects == "exact" else rig.settle_cleared()
+
+
+def _by_odds(**odds):
+    def act(rig, num_messages):
+        rig.inject(**odds)
+        rig.work(num_messages)
+        rig.heal()
+        rig.tick(1)  # what was lost last shows in the number of the next message
+
+    return act
+
+
+def _nothing(rig, num_messages):
+    rig.work(num_messages)
+
+
+def _cut(rig, num_messages):
+    for _ in range(3):
+        rig.work(num_messages // 6)
+        rig.proxy.cut()
+        rig.work(num_messages // 6)
+        rig.proxy.restore()
+    rig.heal()
+    rig.tick(1)
+
+
+def _router_killed(rig, num_messages):
+    for _ in range(2):
+        rig.work(num_messages // 3)
+        rig.kill_router()
+    rig.work(num_messages // 3)
+
+
+def _late_join(rig, num_messages):
+    rig.tick(15 * num_messages)
+    rig.kill_router()
+    rig.tick(1)
+
+
+def _engine_killed(rig, num_messages):
+    rig.work(num_messages // 2)
+    rig.kill_engine()
+    rig.heal()
+    rig.work(num_messages // 2)
+
+
+def _engine_overtakes(rig, num_messages):
+    """The new life's numbers pass the old one's before the router hears of it."""
+    rig.work(num_messages // 2)
+    rig.proxy.cut()
+    rig.kill_engine()
+    rig.work(rig.router.state()["last"] + num_messages // 2)
+    rig.proxy.restore()
+    rig.heal()
+    rig.tick(1)
+
+
+def _engine_overtakes_unseen(rig, num_messages):
+    """The same, and the connection that the router has stays."""
+    rig.work(num_messages // 2)
+    rig.inject(drop=1.0)
+    rig.kill_engine()
+    rig.work(rig.router.state()["last"] + num_messages // 2)
+    rig.heal()
+    rig.tick(1)
+
+
+def _gap_beyond_buffer(rig, num_messages):
+    rig.work(num_messages // 4)
+    rig.inject(drop=1.0)
+    rig.tick(SMALL_BUFFER + 5)
+    rig.heal()
+    rig.work(num_messages // 4)
+
+
+def _gap(rig, num_messages):
+    rig.work(num_messages // 4)
+    rig.inject(drop=1.0)
+    rig.tick(3)
+    rig.heal()
+    rig.work(num_messages // 4)
+
+
+def _late_join_beyond_buffer(rig, num_messages):
+    rig.work(num_messages)
+    rig.kill_router()
+    rig.tick(1)
+
+
+HARM = {"drop": 0.03, "duplicate": 0.05, "hold": 0.05, "delay": 0.01, "max_burst": 5}
+
+SCENARIOS = (
+    Scenario(name="no fault", act=_nothing),
+    Scenario(name="messages lost", act=_by_odds(drop=0.05)),
+    Scenario(name="bursts lost", act=_by_odds(drop=0.03, max_burst=20)),
+    Scenario(name="messages twice", act=_by_odds(duplicate=0.2)),
+    Scenario(name="messages late", act=_by_odds(hold=0.1)),
+    Scenario(name="stream delayed", act=_by_odds(delay=0.05)),
+    Scenario(name="all of these", act=_by_odds(**HARM)),
+    Scenario(name="connection cut", act=_cut),
+    Scenario(name="router killed", act=_router_killed),
+    Scenario(name="engine killed", act=_engine_killed),
+    Scenario(name="killed, a broker between", act=_engine_killed, rig={"hides_restarts": True}),
+    Scenario(name="killed, old number passed", act=_engine_overtakes),
+    Scenario(
+        name="killed and passed, a broker between",
+        act=_engine_overtakes_unseen,
+        rig={"hides_restarts": True},
+    ),
+    Scenario(name="late join, long history", act=_late_join),
+    Scenario(name="no replay endpoint", act=_gap, expects="stale", rig={"has_replay": False}),
+    Scenario(
+        name="gap beyond the buffer",
+        act=_gap_beyond_buffer,
+        expects="stale",
+        buffer_steps=SMALL_BUFFER,
+    ),
+    Scenario(
+        name="late join beyond the buffer",
+        act=_late_join_beyond_buffer,
+        expects="stale",
+        buffer_steps=SMALL_BUFFER,
+    ),
+)
