@@ -7,6 +7,8 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -35,23 +37,37 @@ def _arguments():
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT")
     parser.add_argument("--messages", type=int, default=NUM_MESSAGES)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--logs", type=Path, help="keep the logs in this folder")
+    parser.add_argument("--logs", type=Path, help="an empty folder, where logs are kept")
     return parser.parse_args()
 
 
 def _run_engine(engine_name, arguments):
     wanted = [scenario for scenario in SCENARIOS if scenario.name in arguments.only]
     for buffer_steps, scenarios in groupby(wanted, key=lambda scenario: scenario.buffer_steps):
-        with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-            folder = Path(temporary)
+        with _folder(arguments.logs, f"{engine_name}-{buffer_steps}") as folder:
             engine = ENGINES[engine_name](folder, buffer_steps=buffer_steps)
             try:
                 engine.start()
                 for scenario in scenarios:
                     with Rig(engine, folder, arguments.seed, **scenario.rig) as rig:
-                        yield engine.name, scenario, scenario.run(rig, arguments.messages)
+                        yield engine.name, scenario, _outcome(scenario, rig, arguments.messages)
             finally:
                 engine.process.stop()
+
+
+@contextmanager
+def _folder(logs, name):
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = logs / name if logs else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def _outcome(scenario, rig, num_messages):
+    try:
+        return scenario.run(rig, num_messages)
+    except AssertionError as error:  # a wait was in vain: the others still run
+        return replace(rig.outcome(), reason=str(error), level="failed")
 
 
 def _tell(engine_name, scenario, outcome):

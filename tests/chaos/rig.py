@@ -124,7 +124,7 @@ class Rig:
         held = self.engine.held()
         with suppress(AssertionError):  # the outcome tells
             wait_until(lambda: self._is_exact_at(held.num_batches), "exact", timeout_s=REST_LIMIT_S)
-        return self._outcome(held)
+        return self.outcome()
 
     def settle_cleared(self):
         """Wait until the router has every batch and has named a cure."""
@@ -133,7 +133,7 @@ class Rig:
             wait_until(
                 lambda: self._has_given_up_at(held.num_batches), "a cure", timeout_s=REST_LIMIT_S
             )
-        return self._outcome(held)
+        return self.outcome()
 
     def _is_exact_at(self, num_batches):
         state = self.router.state()
@@ -144,7 +144,9 @@ class Rig:
         is_named = state["level"] == "stale" and state["reason"] and state["cure"]
         return is_named and state["last"] == num_batches - 1
 
-    def _outcome(self, held):
+    def outcome(self):
+        """How it stands now."""
+        held = self.engine.held()
         state, in_index = self.router.state(), self.router.blocks()
         episodes = state["episodes"][self._num_episodes_before :]
         last_won_at = max((won_at for _, won_at, _ in episodes), default=0.0)

@@ -21,11 +21,12 @@ class Scenario:
     act: Callable[[Rig, int], None]
     expects: str = "exact"
     buffer_steps: int = _LARGE_BUFFER
+    begins_empty: bool = False
     rig: dict = field(default_factory=dict)
 
     def run(self, rig, num_messages=NUM_MESSAGES) -> Outcome:
-        if self.buffer_steps == SMALL_BUFFER:
-            rig.engine.empty_cache()  # what came before can no longer be replayed
+        if self.begins_empty:  # what came before cannot be replayed
+            rig.engine.empty_cache()
         rig.begin_exact()
         self.act(rig, num_messages)
         return rig.settle_exact() if self.expects == "exact" else rig.settle_cleared()
@@ -39,6 +40,14 @@ def _by_odds(**odds):
         rig.tick(1)  # what was lost last shows in the number of the next message
 
     return act
+
+
+def _silence_after_loss(rig, num_messages):
+    """Nothing comes after what was lost: no number shows that it is missing."""
+    rig.work(num_messages // 2)
+    rig.inject(drop=1.0)
+    rig.work(num_messages // 10)
+    rig.heal()
 
 
 def _nothing(rig, num_messages):
@@ -78,9 +87,10 @@ def _engine_killed(rig, num_messages):
 def _engine_overtakes(rig, num_messages):
     """The new life's numbers pass the old one's before the router hears of it."""
     rig.work(num_messages // 2)
+    old_life = rig.engine.held()
     rig.proxy.cut()
     rig.kill_engine()
-    rig.work(rig.router.state()["last"] + num_messages // 2)
+    rig.work(old_life.num_batches + num_messages // 2)
     rig.proxy.restore()
     rig.heal()
     rig.tick(1)
@@ -89,9 +99,10 @@ def _engine_overtakes(rig, num_messages):
 def _engine_overtakes_unseen(rig, num_messages):
     """The same, and the connection that the router has stays."""
     rig.work(num_messages // 2)
+    old_life = rig.engine.held()
     rig.inject(drop=1.0)
     rig.kill_engine()
-    rig.work(rig.router.state()["last"] + num_messages // 2)
+    rig.work(old_life.num_batches + num_messages // 2)
     rig.heal()
     rig.tick(1)
 
@@ -128,6 +139,7 @@ SCENARIOS = (
     Scenario(name="messages late", act=_by_odds(hold=0.1)),
     Scenario(name="stream delayed", act=_by_odds(delay=0.05)),
     Scenario(name="all of these", act=_by_odds(**HARM)),
+    Scenario(name="silence after a loss", act=_silence_after_loss),
     Scenario(name="connection cut", act=_cut),
     Scenario(name="router killed", act=_router_killed),
     Scenario(name="engine killed", act=_engine_killed),
@@ -139,17 +151,25 @@ SCENARIOS = (
         rig={"hides_restarts": True},
     ),
     Scenario(name="late join, long history", act=_late_join),
-    Scenario(name="no replay endpoint", act=_gap, expects="stale", rig={"has_replay": False}),
+    Scenario(
+        name="gap, no replay endpoint",
+        act=_gap,
+        expects="stale",
+        begins_empty=True,
+        rig={"has_replay": False},
+    ),
     Scenario(
         name="gap beyond the buffer",
         act=_gap_beyond_buffer,
         expects="stale",
+        begins_empty=True,
         buffer_steps=SMALL_BUFFER,
     ),
     Scenario(
         name="late join beyond the buffer",
         act=_late_join_beyond_buffer,
         expects="stale",
+        begins_empty=True,
         buffer_steps=SMALL_BUFFER,
     ),
 )
