@@ -115,6 +115,14 @@ def _gap_beyond_buffer(rig, num_messages):
     rig.work(num_messages // 4)
 
 
+def _gap_then_emptied(rig, num_messages):
+    """What nobody can replay is forgotten on both sides."""
+    _gap_beyond_buffer(rig, num_messages)
+    rig.settle_cleared()
+    rig.engine.empty_cache()
+    rig.work(num_messages // 4)
+
+
 def _gap(rig, num_messages):
     rig.work(num_messages // 4)
     rig.inject(drop=1.0)
@@ -162,6 +170,12 @@ SCENARIOS = (
         name="gap beyond the buffer",
         act=_gap_beyond_buffer,
         expects="stale",
+        begins_empty=True,
+        buffer_steps=SMALL_BUFFER,
+    ),
+    Scenario(
+        name="gap beyond the buffer, cache emptied",
+        act=_gap_then_emptied,
         begins_empty=True,
         buffer_steps=SMALL_BUFFER,
     ),
