@@ -4,6 +4,7 @@ PYTHON ?= python3
 # What is large and outlives a checkout (engine environments) is kept here.
 export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
 ENGINE ?= sim
+SECONDS ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,6 +54,11 @@ test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; 
 .PHONY: bench-thin
 bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matching; bench-results/thin.json
 	$(BIN)/python -m tests.benchmarks.thin
+
+.PHONY: fuzz
+fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing raises, nothing refused changes the index
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
+	$(BIN)/python -m tests.fuzz.guided --seconds $(SECONDS)
 
 .PHONY: test
 test: $(READY)  ## everything, real engines included

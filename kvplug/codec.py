@@ -2,10 +2,11 @@
 
 In:  one payload of an event stream, or the frames around it.   Out: EventBatch, Frame.
 
-Understood are vLLM 0.11 to 0.33 (events are arrays up to 0.23, maps since 0.24), SGLang 0.5, and
-kvplug's own additions (CXL, MoE); tests/vectors holds what each engine sends. A batch of maps with
-integer hashes becomes wire shapes in one step; in any other batch each event is first brought into
-the form of such a map, so both ways end in the same types and checks. An event that cannot be used
+Understood are vLLM 0.11 to 0.33 (events are arrays up to 0.23, maps since 0.24), SGLang 0.5,
+LMCache, Dynamo, and kvplug's own additions (CXL, MoE); tests/vectors holds what each one sends, and
+docs/events.md says what is used of it. A batch of maps with integer hashes becomes wire shapes in
+one step; in any other batch each event is first brought into the form of such a map
+(kvplug/dialects.py), so both ways end in the same types and checks. An event that cannot be used
 is skipped and counted; only bytes that are no batch raise `DecodeError`.
 """
 
@@ -19,22 +20,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvplug import events
+from kvplug.dialects import as_map
 from kvplug.errors import DecodeError
 from kvplug.events import EventBatch
-from kvplug.wire import (
-    SHAPES,
-    TIERS,
-    Index,
-    Reason,
-    SkipError,
-    Wire,
-    to_wire,
-)
+from kvplug.wire import POOLED_MEDIA, SHAPES, TIERS, Index, Reason, SkipError, Wire, to_wire
 
 __all__ = ["MAX_BYTES", "Frame", "Reason", "decode", "encode", "parse_frames"]
 
 MAX_BYTES: Final = 64 * 2**20
-_NUM_ARRAY_FIELDS: Final = 11  # the fields of vLLM's last array; what came later is in maps only
 
 
 class Frame(Struct, frozen=True):
@@ -67,7 +60,7 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
     head = _open(payload, max_bytes)
     read: list[events.Event] = []
     skipped: Counter[str] = Counter()
-    unknown_media: dict[str, None] = {}  # a dict, to keep the order
+    media: dict[str, None] = {}  # a dict, to keep the order
     for item in head.events:
         try:
             wire = _parse(item) if isinstance(item, Raw) else item
@@ -75,26 +68,28 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
         except SkipError as skip:
             skipped[skip.reason.value] += 1
             continue
-        if wire.medium is not None and wire.medium.upper() not in TIERS:
-            unknown_media[wire.medium] = None
+        if wire.medium is not None:
+            media[wire.medium] = None
     return EventBatch(
         events=tuple(read),
-        ts=head.ts,
+        ts=head.ts or 0.0,
         dp_rank=head.rank,
         skipped=dict(skipped),
-        unknown_media=tuple(unknown_media),
+        unknown_media=tuple(medium for medium in media if medium.upper() not in TIERS),
+        pooled_media=tuple(medium for medium in media if medium.upper() in POOLED_MEDIA),
     )
 
 
 def encode(batch: EventBatch) -> bytes:
     """Write a batch as vLLM 0.32 does. `decode` gives it back, except that
 
-    * `skipped`, `unknown_media`, and events that `decode` skips are lost;
+    * `skipped`, the media, and events that `decode` skips are lost;
+    * a BlockStored without tokens comes back as BlockCopied;
     * a BlockStored with neither parent nor namespace gets Namespace();
     * the extra keys of a block come back sorted, and () if no block has any.
 
     vLLM's own decoder ignores what it has no field for (`cache_salt`, `cxl_metadata`, `moe`, the
-    medium of a clear), but refuses a batch with a CxlStateTransition.
+    medium of a clear, `bigrams`), but refuses a batch with a CxlStateTransition.
     """
     wires = [to_wire(event) for event in batch.events]
     return msgspec.msgpack.encode((batch.ts, wires, batch.dp_rank))
@@ -104,14 +99,14 @@ _E = TypeVar("_E")
 
 
 class _BatchArray(Struct, Generic[_E], array_like=True):
-    ts: float
+    ts: float | None
     events: list[_E]
     rank: Index | None = None
 
 
 class _BatchMap(Struct, Generic[_E]):
     events: list[_E]
-    ts: float = 0.0
+    ts: float | None = 0.0
     data_parallel_rank: Index | None = None
     attn_dp_rank: Index | None = None
     dp_rank: Index | None = None
@@ -134,12 +129,15 @@ _ANYTHING: Final = msgspec.msgpack.Decoder()
 # msgspec lets all of these out of bytes that are not valid; TypeError (a map as a key) up to 0.19.
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 _MAP_OPCODES: Final = (*range(0x80, 0x90), 0xDE, 0xDF)
+# Asked for each time, they would cost a misfit 0.3 ms: msgspec evaluates the annotations anew.
+_FIELDS_OF: Final = {shape: msgspec.structs.fields(shape) for shape in SHAPES.values()}
 _FIELD_REASONS: Final = {
     "block_hashes": Reason.BAD_HASH,
     "parent_block_hash": Reason.BAD_HASH,
     "token_ids": Reason.BAD_TOKEN_ID,
     "block_size": Reason.BAD_BLOCK_SIZE,
     "extra_keys": Reason.BAD_EXTRA_KEYS,
+    "block_mm_infos": Reason.BAD_EXTRA_KEYS,
 }
 
 
@@ -169,52 +167,21 @@ def _parse(raw: Raw) -> Wire:
 
 
 def _parse_tolerantly(raw: Raw) -> Wire:
-    """Bring an array, or a map with digests for hashes, into the form of a wire shape."""
-    shape, fields = _named_fields(raw)
-    for name in ("block_hashes", "parent_block_hash"):
-        if name in fields:
-            fields[name] = _without_digests(fields[name])
+    """Bring an array, or a map in another dialect, into the form of a wire shape."""
+    try:
+        event = _ANYTHING.decode(raw)
+    except _MALFORMED:
+        raise SkipError(Reason.NOT_AN_EVENT) from None
+    shape, fields = as_map(event)
     try:
         return msgspec.convert(fields, shape)
     except msgspec.ValidationError:
         raise SkipError(_misfit(shape, fields)) from None
 
 
-def _named_fields(raw: Raw) -> tuple[type[Wire], dict[str, Any]]:
-    """An event's shape, and what the event says of the shape's fields."""
-    try:
-        event = _ANYTHING.decode(raw)
-    except _MALFORMED:
-        raise SkipError(Reason.NOT_AN_EVENT) from None
-    match event:
-        case {"type": str(tag)} | [str(tag), *_]:
-            shape = SHAPES.get(tag)
-        case _:
-            raise SkipError(Reason.NOT_AN_EVENT)
-    if shape is None:
-        raise SkipError(Reason.UNKNOWN_TYPE)
-    names = shape.__struct_fields__
-    if isinstance(event, list):
-        return shape, dict(zip(names[:_NUM_ARRAY_FIELDS], event[1:], strict=False))
-    return shape, {name: event[name] for name in names if name in event}
-
-
-def _without_digests(value: object) -> object:
-    """Replace each digest by the integer that vLLM would publish for it: its low 64 bits."""
-    if isinstance(value, list):
-        return [_low_64_bits(item) for item in value]
-    return _low_64_bits(value)
-
-
-def _low_64_bits(value: object) -> object:
-    if isinstance(value, bytes) and len(value) in (16, 32):  # XXH3-128, SHA-256
-        return int.from_bytes(value[-8:], "big")
-    return value
-
-
 def _misfit(shape: type[Wire], fields: dict[str, Any]) -> Reason:
     """The reason that goes with the first field that does not fit its shape."""
-    for field in msgspec.structs.fields(shape):
+    for field in _FIELDS_OF[shape]:
         try:
             if field.required or field.name in fields:
                 msgspec.convert(fields[field.name], field.type)
@@ -222,11 +189,4 @@ def _misfit(shape: type[Wire], fields: dict[str, Any]) -> Reason:
             return Reason.MISSING_FIELD
         except msgspec.ValidationError:
             break
-    value = fields.get(field.name)
-    if field.name == "token_ids" and isinstance(value, list) and any(map(_is_pair, value)):
-        return Reason.BIGRAM_TOKENS
     return _FIELD_REASONS.get(field.name, Reason.BAD_FIELD)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2

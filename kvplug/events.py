@@ -81,10 +81,14 @@ class CxlMetadata(msgspec.Struct, frozen=True):
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     """A run of consecutive blocks is now cached.
 
-    `token_ids` holds `len(block_hashes) * block_size` ids, or none when the engine keeps them to
-    itself. `parent` is the engine hash of the block before the first one, None at the start of a
-    sequence. `namespace` is None when the event does not say, and then the parent's holds.
-    `extra_keys[i]`, if any, are further 64-bit keys (multimodal items and the like) of block i.
+    `token_ids` holds `len(block_hashes) * block_size` ids. `parent` is the engine hash of the block
+    before the first one, None at the start of a sequence. `namespace` is None when the event does
+    not say, and then the parent's holds. `extra_keys[i]`, if any, are further 64-bit keys
+    (multimodal items and the like) of block i.
+
+    `bigrams`: the engine keys a block by its pairs (token, next token), as SGLang does with EAGLE.
+    `token_ids` then has one id more, as a block depends on the token after it: of block i are the
+    `block_size + 1` ids from `i * block_size`.
     """
 
     block_hashes: tuple[EngineHash, ...]
@@ -99,6 +103,19 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None
     cxl: CxlMetadata | None = None
     moe: MoeLabel | None = None
+    bigrams: bool = False
+
+
+class BlockCopied(msgspec.Struct, frozen=True, kw_only=True):
+    """These blocks are in this tier now, too; their content is not said, only their engine hashes.
+
+    vLLM's offloading connectors write it. An engine hash stands for one content, so whoever has
+    seen the block stored under it knows what was copied; for anyone else it says nothing.
+    """
+
+    block_hashes: tuple[EngineHash, ...]
+    tier: Tier = Tier.DEVICE
+    group: int = 0
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,14 +141,15 @@ class CxlStateTransition(msgspec.Struct, frozen=True, kw_only=True):
     accessible_workers: tuple[str, ...] | None = None
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared | CxlStateTransition
+Event = BlockStored | BlockCopied | BlockRemoved | AllBlocksCleared | CxlStateTransition
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What one message of an event stream said.
 
     `skipped` counts, by reason, the events that could not be understood; the rest is in `events`.
-    `unknown_media` names medium strings that were taken for the lowest tier.
+    `unknown_media` names medium strings that were taken for the lowest tier, `pooled_media` those
+    of a memory that other workers can reach as well (CXL); it counts as host memory.
     """
 
     events: tuple[Event, ...]
@@ -139,3 +157,4 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None = None
     skipped: dict[str, int] = {}
     unknown_media: tuple[str, ...] = ()
+    pooled_media: tuple[str, ...] = ()

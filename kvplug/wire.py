@@ -38,8 +38,6 @@ class Reason(StrEnum):
     BAD_BLOCK_SIZE = "bad_block_size"
     BAD_EXTRA_KEYS = "bad_extra_keys"
     NO_BLOCKS = "no_blocks"
-    NO_TOKENS = "no_tokens"  # vLLM's offloading names blocks whose content it does not know
-    BIGRAM_TOKENS = "bigram_tokens"  # SGLang with EAGLE
     TOKENS_MISALIGNED = "tokens_misaligned"
     # The kinds of vLLM 0.32 (v1/kv_cache_interface.py) that do not keep all of a prefix.
     SLIDING_WINDOW = "not_full_attention:sliding_window"
@@ -61,15 +59,33 @@ class SkipError(Exception):
 
 TIERS: Final = {
     "GPU": Tier.DEVICE,
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST),
-    **dict.fromkeys(("DISK", "STORAGE", "EXTERNAL"), Tier.DISK),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CXL"), Tier.HOST),
+    **dict.fromkeys(("DISK", "STORAGE", "EXTERNAL", "CPU_TIER2"), Tier.DISK),
 }
+POOLED_MEDIA: Final = frozenset({"CXL"})
 _ATTENTION_REASONS: Final = {reason.partition(":")[2]: reason for reason in Reason}
 _U64: Final = 2**64 - 1
 _SHA256_HEX: Final = re.compile("[0-9a-fA-F]{64}")
 
 _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Index = Annotated[int, Meta(ge=0)]
+# What is larger is no group of a model; a follower remembers those that it has seen.
+_Group = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+
+
+class _MmObject(Struct):
+    """A multimodal item in Dynamo's form; its hash is what vLLM's identifier begins with."""
+
+    mm_hash: Annotated[int, Meta(ge=-(2**63))]
+
+
+class _MmInfo(Struct):
+    """The multimodal items of one block."""
+
+    mm_objects: tuple[_MmObject, ...]
+
+    def keys(self) -> tuple[int, ...]:
+        return tuple(sorted(item.mm_hash & _U64 for item in self.mm_objects))
 
 
 class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
@@ -84,18 +100,23 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
-    group_idx: Index | None = None
+    group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     # In maps only.
     cache_salt: str | None = None
+    block_mm_infos: tuple[_MmInfo | None, ...] | None = None
     cxl_metadata: CxlMetadata | None = None
     moe: MoeLabel | None = None
+    bigrams: bool = False
 
-    def event(self) -> events.BlockStored:
+    def event(self) -> events.BlockStored | events.BlockCopied:
         """Check what must hold together, and translate; SkipError if it does not."""
         _require_full_attention(self.kv_cache_spec_kind, self.kv_cache_spec_sliding_window)
-        block_hashes = _engine_hashes(self.block_hashes)
+        block_hashes, group = _engine_hashes(self.block_hashes), self.group_idx or 0
+        if not self.token_ids:
+            tier = _tier(self.medium)
+            return events.BlockCopied(block_hashes=block_hashes, tier=tier, group=group)
         self._require_aligned_tokens()
         parent = self.parent_block_hash
         lora = self.lora_name or (str(self.lora_id) if self.lora_id else "")
@@ -109,19 +130,18 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
             namespace=None if inherits else Namespace(lora, salt),
             tier=_tier(self.medium),
             extra_keys=self._extra_keys(lora, salt),
-            group=self.group_idx or 0,
+            group=group,
             attention=self.kv_cache_spec_kind or "full_attention",
             sliding_window=self.kv_cache_spec_sliding_window,
             cxl=self.cxl_metadata,
             moe=self.moe,
+            bigrams=self.bigrams,
         )
 
     def _require_aligned_tokens(self) -> None:
-        if not self.token_ids:
-            raise SkipError(Reason.NO_TOKENS)
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise SkipError(Reason.BAD_BLOCK_SIZE)
-        if len(self.token_ids) != len(self.block_hashes) * self.block_size:
+        if len(self.token_ids) != len(self.block_hashes) * self.block_size + self.bigrams:
             raise SkipError(Reason.TOKENS_MISALIGNED)
 
     def _salt(self, lora: str) -> str:
@@ -140,6 +160,8 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
         return bare[-1] if bare else ""
 
     def _extra_keys(self, lora: str, salt: str) -> tuple[tuple[int, ...], ...]:
+        if self.block_mm_infos is not None:
+            return self._keys_of_mm_infos(self.block_mm_infos)
         if not self.extra_keys or not any(self.extra_keys):
             return ()
         if len(self.extra_keys) != len(self.block_hashes):
@@ -148,13 +170,19 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
         blocks = (_keys(first, (lora, salt)), *(_keys(entry, (lora,)) for entry in rest))
         return blocks if any(blocks) else ()
 
+    def _keys_of_mm_infos(self, infos: tuple[_MmInfo | None, ...]) -> tuple[tuple[int, ...], ...]:
+        if len(infos) != len(self.block_hashes):
+            raise SkipError(Reason.BAD_EXTRA_KEYS)
+        blocks = tuple(info.keys() if info else () for info in infos)
+        return blocks if any(blocks) else ()
+
 
 class Removed(Struct, tag_field="type", tag="BlockRemoved"):
     """A copy of each of these blocks is gone."""
 
     block_hashes: tuple[EngineHash, ...]
     medium: str | None = None
-    group_idx: Index | None = None
+    group_idx: _Group | None = None
 
     def event(self) -> events.BlockRemoved:
         """Check what must hold together, and translate; SkipError if it does not."""
@@ -243,6 +271,14 @@ def to_wire(event: events.Event) -> Wire:
     match event:
         case events.BlockStored():
             return _stored_to_wire(event)
+        case events.BlockCopied(block_hashes=hashes, tier=tier, group=group):
+            return Stored(
+                block_hashes=hashes,
+                token_ids=(),
+                block_size=0,
+                medium=_MEDIA[tier],
+                group_idx=group,
+            )
         case events.BlockRemoved(block_hashes=hashes, tier=tier, group=group):
             return Removed(hashes, _MEDIA[tier], group)
         case events.AllBlocksCleared(tier=tier):
@@ -272,6 +308,7 @@ def _stored_to_wire(event: events.BlockStored) -> Stored:
         cache_salt=salt if names_salt else None,
         cxl_metadata=event.cxl,
         moe=event.moe,
+        bigrams=event.bigrams,
     )
 
 

@@ -14,6 +14,7 @@ from kvplug.codec import Frame, Reason, decode, encode, parse_frames
 from kvplug.errors import DecodeError
 from kvplug.events import (
     AllBlocksCleared,
+    BlockCopied,
     BlockRemoved,
     BlockStored,
     CxlMetadata,
@@ -88,6 +89,7 @@ def test_vector(vector):
         dp_rank=vector["dp_rank"],
         skipped=vector.get("skipped", {}),
         unknown_media=tuple(vector.get("unknown_media", ())),
+        pooled_media=tuple(vector.get("pooled_media", ())),
     )
 
 
@@ -104,6 +106,11 @@ def test_vector(vector):
 def test_shapes_of_a_batch(batch):
     removed = BlockRemoved(block_hashes=(11,))
     assert decode(pack(batch)) == EventBatch(events=(removed,), ts=1.5, dp_rank=3)
+
+
+@pytest.mark.parametrize("batch", [[None, [REMOVED]], {"ts": None, "events": [REMOVED]}])
+def test_the_time_may_be_missing(batch):
+    assert decode(pack(batch)) == EventBatch(events=(BlockRemoved(block_hashes=(11,)),))
 
 
 @pytest.mark.parametrize("batch", [[1, []], [1, [], None], {"events": [], "ts": 1}])
@@ -138,6 +145,8 @@ def test_unknown_fields_are_ignored():
         (-(2**63), 2**63),
         (bytes(range(32)), 0x18191A1B1C1D1E1F),
         (bytes(range(16)), 0x08090A0B0C0D0E0F),
+        (bytes(range(8)), 0x0001020304050607),
+        (bytes(range(20)), 0x0C0D0E0F10111213),
     ],
 )
 def test_hashes_are_folded_to_64_bits(on_the_wire, engine_hash):
@@ -157,6 +166,7 @@ def test_hashes_are_folded_to_64_bits(on_the_wire, engine_hash):
         ("CPU", Tier.HOST),
         ("CPU_PINNED", Tier.HOST),
         ("cpu_tier1", Tier.HOST),
+        ("CPU_TIER2", Tier.DISK),
         ("disk", Tier.DISK),
         ("STORAGE", Tier.DISK),
         ("EXTERNAL", Tier.DISK),
@@ -173,6 +183,39 @@ def test_unknown_media_are_the_lowest_tier_and_named_once():
     batch = decode_events(*[REMOVED | {"medium": medium} for medium in media])
     assert {event.tier for event in batch.events} == {Tier.DISK}
     assert batch.unknown_media == ("floppy", "Tape")
+
+
+def test_cxl_is_host_memory_with_a_name():
+    batch = decode_events(REMOVED | {"medium": "CXL"}, REMOVED | {"medium": "CXL"})
+    assert {event.tier for event in batch.events} == {Tier.HOST}
+    assert (batch.unknown_media, batch.pooled_media) == ((), ("CXL",))
+
+
+@pytest.mark.parametrize("fields", [{}, {"block_size": 0}, {"parent_block_hash": 9}])
+def test_hashes_without_tokens_are_copies_of_blocks_that_are_known(fields):
+    event = STORED | {"token_ids": [], "medium": "CPU", "group_idx": 1} | fields
+    assert only(event) == BlockCopied(block_hashes=(11, 12), tier=Tier.HOST, group=1)
+
+
+def test_pairs_of_tokens_are_tokens_and_the_one_after_them():
+    event = only(STORED | {"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]})
+    assert (event.token_ids, event.bigrams) == ((1, 2, 3, 4, 5), True)
+
+
+@pytest.mark.parametrize(
+    ("tail", "keys", "group", "attention"),
+    [
+        ([None, 2, "full_attention"], (), 2, "full_attention"),
+        ([None, None, "mla_attention"], (), 0, "mla_attention"),
+        ([None, None, None], (), 0, "full_attention"),
+        ([2, "mla_attention", None], (), 2, "mla_attention"),
+        ([[None, {"mm_objects": [{"mm_hash": -1}]}], 2], ((), (2**64 - 1,)), 2, "full_attention"),
+    ],
+)
+def test_images_before_the_group_are_told_from_the_group(tail, keys, group, attention):
+    array = ["BlockStored", *list(STORED.values())[1:], None, *tail]
+    event = only(array)
+    assert (event.extra_keys, event.group, event.attention) == (keys, group, attention)
 
 
 def test_a_clear_means_all_tiers_unless_it_names_one():
@@ -277,19 +320,26 @@ def test_a_bare_image_identifier_is_told_from_a_salt_by_the_dialect():
         (REMOVED | {"block_hashes": [True]}, Reason.BAD_HASH),
         (REMOVED | {"block_hashes": [1.0]}, Reason.BAD_HASH),
         (REMOVED | {"block_hashes": [b"seven b"]}, Reason.BAD_HASH),
+        (REMOVED | {"block_hashes": [bytes(65)]}, Reason.BAD_HASH),
         (REMOVED | {"block_hashes": ["00" * 32]}, Reason.BAD_HASH),
         (REMOVED | {"group_idx": -1}, Reason.BAD_FIELD),
+        (REMOVED | {"group_idx": 2**16}, Reason.BAD_FIELD),
         (REMOVED | {"medium": 1}, Reason.BAD_FIELD),
         (MOVED | {"new_state": "lost"}, Reason.BAD_FIELD),
         (MOVED | {"accessible_workers": [1]}, Reason.BAD_FIELD),
         (STORED | {"block_hashes": [11, None]}, Reason.BAD_HASH),
         (STORED | {"parent_block_hash": "9"}, Reason.BAD_HASH),
         (STORED | {"block_hashes": [], "token_ids": []}, Reason.NO_BLOCKS),
-        (STORED | {"token_ids": []}, Reason.NO_TOKENS),
-        (STORED | {"token_ids": [], "block_size": 0}, Reason.NO_TOKENS),
         (STORED | {"token_ids": [1, 2, 3]}, Reason.TOKENS_MISALIGNED),
         (STORED | {"token_ids": [1, 2, 3, 4, 5]}, Reason.TOKENS_MISALIGNED),
-        (STORED | {"token_ids": [[1, 2], [2, 3], [3, 4], [4, 5]]}, Reason.BIGRAM_TOKENS),
+        (STORED | {"token_ids": [[1, 2], [2, 3], [9, 4], [4, 5]]}, Reason.TOKENS_MISALIGNED),
+        (STORED | {"token_ids": [[1, 2], [2, 3], [3, 4]]}, Reason.TOKENS_MISALIGNED),
+        (STORED | {"token_ids": [[1, 2], [2, 3], [3, 4], 4]}, Reason.BAD_TOKEN_ID),
+        (STORED | {"token_ids": [[1, 2], [2, 3], [3, -1], [-1, 5]]}, Reason.BAD_TOKEN_ID),
+        (STORED | {"token_ids": [1, 2, 3, 4], "bigrams": True}, Reason.TOKENS_MISALIGNED),
+        (STORED | {"bigrams": 1}, Reason.BAD_FIELD),
+        (STORED | {"block_mm_infos": [None]}, Reason.BAD_EXTRA_KEYS),
+        (STORED | {"block_mm_infos": [None, {"mm_objects": [{}]}]}, Reason.BAD_EXTRA_KEYS),
         (STORED | {"token_ids": [1, 2, 3, -1]}, Reason.BAD_TOKEN_ID),
         (STORED | {"token_ids": [1, 2, 3, 2**32]}, Reason.BAD_TOKEN_ID),
         (STORED | {"token_ids": [1, 2, 3, True]}, Reason.BAD_TOKEN_ID),
@@ -387,7 +437,8 @@ sorted_keys = st.lists(engine_hashes, max_size=2).map(lambda keys: tuple(sorted(
 @st.composite
 def stored_events(draw):
     hashes, block_size = draw(hash_runs), draw(st.integers(1, 3))
-    num_tokens = len(hashes) * block_size
+    bigrams = draw(st.booleans())
+    num_tokens = len(hashes) * block_size + bigrams
     parent = draw(st.none() | engine_hashes)
     namespaces = st.builds(Namespace, lora_name=names, salt=names)
     keys = draw(st.lists(sorted_keys, min_size=len(hashes), max_size=len(hashes)).map(tuple))
@@ -408,6 +459,7 @@ def stored_events(draw):
             | st.builds(CxlMetadata, st.sampled_from(CxlState), st.integers(0, 9), worker_lists)
         ),
         moe=draw(st.none() | st.builds(MoeLabel, st.integers(0, 9), st.integers(0, 9))),
+        bigrams=bigrams,
     )
 
 
@@ -415,6 +467,7 @@ tiers = st.sampled_from(Tier)
 any_event = st.one_of(
     stored_events(),
     st.builds(BlockRemoved, block_hashes=hash_runs, tier=tiers, group=st.integers(0, 5)),
+    st.builds(BlockCopied, block_hashes=hash_runs, tier=tiers, group=st.integers(0, 5)),
     st.builds(AllBlocksCleared, tier=st.none() | tiers),
     st.builds(
         CxlStateTransition,
@@ -441,10 +494,11 @@ def test_what_the_wire_cannot_carry():
     unsaid = BlockStored(block_hashes=(1,), token_ids=(5,), block_size=1)
     messy = msgspec.structs.replace(unsaid, extra_keys=((9, 3),), namespace=Namespace())
     silent = msgspec.structs.replace(unsaid, token_ids=())
+    copied = BlockCopied(block_hashes=(1,))
     batch = decode(encode(EventBatch(events=(unsaid, messy, silent))))
     assert batch.events[0].namespace == Namespace()
     assert batch.events[1].extra_keys == ((3, 9),)
-    assert batch.skipped == {Reason.NO_TOKENS: 1}
+    assert (batch.events[2], batch.skipped) == (copied, {})
 
 
 def test_encoded_as_vllm_0_32_reads_it():

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from kvplug.codec import Reason
 from kvplug.engines.publisher import PublisherConfig
+from kvplug.index.applied import Refusal
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
+from kvplug.topics import Topic
+from kvplug.wire import TIERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
+EVENTS = (ROOT / "docs" / "events.md").read_text()
 
 
 def blocks(language):
@@ -75,6 +80,34 @@ def test_the_events_configs_in_the_documentation_are_understood():
         assert (config.pop("publisher"), config.pop(name)) == ("kvplug", value)
         endpoints = PublisherConfig(**config).of_rank(1)
         assert endpoints == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
+
+
+@pytest.mark.parametrize("reason", [*Reason, *Refusal])
+def test_every_reason_to_refuse_an_event_is_documented(reason):
+    assert f"`{reason}`" in EVENTS
+
+
+def test_every_medium_is_documented():
+    assert set(re.findall(r"`(\w+)`", EVENTS[EVENTS.index("### Media") :])) >= set(TIERS)
+
+
+def test_every_dialect_has_vectors_and_every_vector_a_dialect():
+    rows = re.findall(r"^\|.*\| ([\w.-]+) \|$", EVENTS, re.MULTILINE)
+    files = {path.stem for path in (ROOT / "tests" / "vectors").glob("*.json")}
+    assert set(rows) - {"vectors"} - {"---"} >= files
+    assert files >= {row for row in rows if re.match(r"[a-z]+-\d", row)}
+
+
+def test_the_shared_endpoint_in_the_documentation_is_understood():
+    [command] = re.findall(
+        r"^python -m kvplug.router (.*?)\nvllm", EVENTS, re.DOTALL | re.MULTILINE
+    )
+    config, _ = parse(shlex.split(command.replace("\\\n", " ")))
+    assert config.events_bind == "tcp://0.0.0.0:5557"
+    assert [str(Topic.parse(worker.topic)) for worker in config.workers] == [
+        "kv@pod-0@qwen",
+        "kv@pod-1@qwen",
+    ]
 
 
 def test_links_between_the_pages_lead_somewhere():

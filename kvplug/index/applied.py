@@ -16,19 +16,35 @@ class Refusal(StrEnum):
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
+    NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
+    BIGRAM_TOKENS = "bigram_tokens"  # requests are not hashed by pairs of tokens yet
     CXL_TRANSITION = "cxl_transition"  # CXL states are not followed yet
 
 
 @dataclass(slots=True)
 class Applied:
-    """Counts of blocks; `refused` by reason."""
+    """Counts of blocks; `refused` by reason.
+
+    was_cleared: the rank dropped everything at some point;
+    num_orphans: blocks refused since then (or at all) because their parents are unknown.
+    """
 
     num_stored: int = 0
     num_removed: int = 0
     num_cleared: int = 0
+    was_cleared: bool = False
+    num_orphans: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, reason: Refusal, num_blocks: int) -> None:
         """Count blocks that were not applied."""
         if num_blocks:
             self.refused[reason.value] += num_blocks
+        if reason is Refusal.UNKNOWN_PARENT:
+            self.num_orphans += num_blocks
+
+    def clear(self, num_blocks: int, *, everything: bool) -> None:
+        """Count blocks that a clear took, in all tiers if it took `everything`."""
+        self.num_cleared += num_blocks
+        if everything:
+            self.was_cleared, self.num_orphans = True, 0

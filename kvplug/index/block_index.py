@@ -27,9 +27,11 @@ import numpy.typing as npt
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
+    BlockCopied,
     BlockRemoved,
     BlockStored,
     CxlStateTransition,
+    Event,
     EventBatch,
     Rank,
     SequenceHash,
@@ -37,11 +39,14 @@ from kvplug.events import (
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
+from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings, Segments
+from kvplug.index.record_applier import RecordApplier
 from kvplug.index.speculative import SpeculativeBlocks
 from kvplug.kernels import costing
+from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -50,12 +55,16 @@ U64 = npt.NDArray[np.uint64]
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 """What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
 
+# A slot of a table is looked at in a fraction of the time that a block takes to store.
+_SLOTS_PER_BLOCK = 8
+
 
 class Overlap(NamedTuple):
     """What each rank holds of a request, by rank number.
 
     depth: int64[ranks], leading blocks held in any tier, speculative ones included;
-    credit: float64[ranks], what they are worth in blocks: at most `depth`.
+    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
+    on ranks of which not everything is known.
     """
 
     depth: I64
@@ -73,9 +82,11 @@ class BlockIndex:
         self.numbers = HolderNumbers()
         self.holdings = Holdings()
         self.speculative = SpeculativeBlocks(speculative_ttl_s)
-        self._seed_of_row: U64 = np.zeros(0, dtype=np.uint64)
+        self._worth: F64 = np.ones(0)
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain()
+        self._clearing: tuple[Tier | None, Clearing] | None = None
+        self._recorded = RecordApplier(block_size, self.numbers, self.holdings, self.speculative)
 
     def __len__(self) -> int:
         """Number of distinct blocks that any rank holds."""
@@ -95,14 +106,21 @@ class BlockIndex:
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         domains = sum(domain.table.nbytes for domain in self.domains)
-        inner = self.holdings.nbytes + self.speculative.nbytes
-        return inner + domains + int(self._seed_of_row.nbytes)
+        return self.holdings.nbytes + self.speculative.nbytes + domains
 
     def add_rank(self, rank: Rank) -> int:
         """Follow a rank from now on; returns its number."""
         if rank not in self.numbers:
             self._join(rank, self._common_domain)
+            self.set_worth(rank, 1.0)
         return self.numbers.add(rank)
+
+    def set_worth(self, rank: Rank, worth: float) -> None:
+        """What a block that the rank holds is worth from now on: 1.0 if all of them are known."""
+        number = self.numbers.number_of(rank)
+        missing = max(0, number + 1 - len(self._worth))
+        self._worth = np.concatenate([self._worth, np.ones(missing)])
+        self._worth[number] = worth
 
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
@@ -113,12 +131,17 @@ class BlockIndex:
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
-        number = self.numbers.number_of(rank)
-        holders = self.numbers.holders(number, tier)
-        num_blocks = sum(self.holdings.drop_all(holder) for holder in holders)
-        self._forget_dead_names(self._domain_of[rank])
+        clearing = self.start_clear(rank, tier)
+        while not clearing.is_done:
+            clearing.advance(clearing.num_slots)
+        return clearing.num_dropped
+
+    def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
+        """A clear to be done in stretches; nothing else may change the index before it is done."""
+        number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
-        return num_blocks
+        holders, members = self.numbers.holders(number, tier), self._recorded.members_of(domain)
+        return Clearing(self.holdings, domain, holders, members)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank said; what is refused is counted in the result."""
@@ -127,16 +150,41 @@ class BlockIndex:
             applied.refuse(Refusal.UNKNOWN_RANK, len(batch.events))
             return applied
         for event in batch.events:
-            match event:
-                case BlockStored():
-                    self._store(rank, event, applied)
-                case BlockRemoved():
-                    self._remove(rank, event, applied)
-                case AllBlocksCleared():
-                    applied.num_cleared += self.clear(rank, event.tier)
-                case CxlStateTransition():
-                    applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
+            self._apply_event(rank, event, applied)
         return applied
+
+    def apply_records(
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied
+    ) -> int:
+        """Apply records from number `first` on, counted in `applied`; returns the next number.
+
+        Ends once about `max_blocks` blocks are done, so that a caller with a lock can give way to
+        queries; other changes have to wait until all records are applied.
+        """
+        if rank not in self.numbers:
+            applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)
+            return records.num_events
+        if self._clearing is not None:
+            return first + self._go_on_clearing(_SLOTS_PER_BLOCK * max_blocks, applied)
+        at = self._recorded.apply(rank, self._domain_of[rank], records, first, max_blocks, applied)
+        if at == records.num_events or not self._recorded.needs_decision:
+            return at
+        event = records.event(at)
+        if isinstance(event, AllBlocksCleared):
+            self._clearing = event.tier, self.start_clear(rank, event.tier)
+            return at
+        self._apply_event(rank, event, applied)
+        return at + 1
+
+    def _go_on_clearing(self, max_slots: int, applied: Applied) -> bool:
+        """Whether the clear that a run of records has come to is done."""
+        assert self._clearing is not None
+        tier, clearing = self._clearing
+        clearing.advance(max_slots)
+        if clearing.is_done:
+            self._clearing = None
+            applied.clear(clearing.num_dropped, everything=tier is None)
+        return clearing.is_done
 
     def match(self, sequence_hashes: Hashes) -> Segments:
         """Segments of the leading blocks that any rank holds."""
@@ -160,7 +208,7 @@ class BlockIndex:
                 credit,
             )
         reached = self.speculative.extend(sequence_hashes, depth, now_s)
-        return Overlap(reached, credit + (reached - depth))
+        return Overlap(reached, credit * self._worth[:num_ranks] + (reached - depth))
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds."""
@@ -185,6 +233,21 @@ class BlockIndex:
         held = np.flatnonzero(self._is_held_in(domain, np.arange(len(self.holdings.set_of_row))))
         if not np.array_equal(np.sort(rows), held.astype(np.uint64)):
             raise IndexCorruptError("domain: engine hashes and held blocks do not pair up")
+
+    def _apply_event(self, rank: Rank, event: Event, applied: Applied) -> None:
+        match event:
+            case BlockStored(bigrams=False):
+                self._store(rank, event, applied)
+            case BlockCopied():
+                self._copy(rank, event, applied)
+            case BlockRemoved():
+                self._remove(rank, event, applied)
+            case AllBlocksCleared():
+                applied.clear(self.clear(rank, event.tier), everything=event.tier is None)
+            case BlockStored():
+                applied.refuse(Refusal.BIGRAM_TOKENS, len(event.block_hashes))
+            case CxlStateTransition():
+                applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
 
     def _store(self, rank: Rank, event: BlockStored, applied: Applied) -> None:
         num_blocks = len(event.block_hashes)
@@ -214,13 +277,18 @@ class BlockIndex:
     def _hold(self, rank: Rank, tier: Tier, names: U64, hashes: Hashes, seed: int) -> None:
         number = self.numbers.number_of(rank)
         rows, _ = self.holdings.store(self.numbers.holder(number, tier), hashes)
-        missing = len(self.holdings.hash_of_row) - len(self._seed_of_row)
-        if missing:
-            padding = np.zeros(missing, dtype=np.uint64)
-            self._seed_of_row = np.concatenate([self._seed_of_row, padding])
-        self._seed_of_row[rows] = seed
+        self.holdings.seed_of_row[rows] = seed
         self._domain_of[rank].table.put(names, rows)
         self.speculative.confirm(number, hashes)
+
+    def _copy(self, rank: Rank, event: BlockCopied, applied: Applied) -> None:
+        """The engine hash stands for a content, which is known if a rank here holds the block."""
+        rows = self._domain_of[rank].table.find(_as_u64(event.block_hashes))
+        known = rows[rows != 0]
+        number = self.numbers.number_of(rank)
+        self.holdings.store_rows(self.numbers.holder(number, event.tier), known)
+        applied.num_stored += len(known)
+        applied.refuse(Refusal.NO_TOKENS, len(rows) - len(known))
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
         domain, number = self._domain_of[rank], self.numbers.number_of(rank)
@@ -245,7 +313,7 @@ class BlockIndex:
         # Real vLLM (0.32) names the salt of a prompt with its first chunk only.
         if event.namespace is not None:
             return seed_of(event.namespace)
-        return int(self._seed_of_row[parent_row]) if parent_row else BASE_SEED
+        return int(self.holdings.seed_of_row[parent_row]) if parent_row else BASE_SEED
 
     def _agree_on_names(self, rank: Rank, names: U64, hashes: Hashes) -> bool:
         """Whether the rank's engine hashes fit its domain, if need be one of its own."""
@@ -268,8 +336,7 @@ class BlockIndex:
         sets = self.holdings.set_of_row[rows]
         if len(domain.ranks) == len(self._domain_of):
             return np.asarray(sets != 0)
-        numbers = [self.numbers.number_of(rank) for rank in domain.ranks]
-        holders = [holder for number in numbers for holder in self.numbers.holders(number)]
+        holders = self.numbers.holders_of(domain.ranks)
         return np.asarray(self.holdings.sets.any_of(holders)[sets])
 
     def _move_to_own_domain(self, rank: Rank) -> None:

@@ -22,14 +22,24 @@ _GROWTH = 1.6
 
 
 class HashTable:
-    """len(), find, put, erase and counting, batched; never shrinks below what it needed once."""
+    """len(), find, put, erase and counting, batched; never shrinks below what it needed once.
+
+    `slots` and `count` (int64[1], the number of entries) may be changed by a kernel in between,
+    after `reserve`.
+    """
 
     def __init__(self) -> None:
         self.slots: U64 = np.zeros(2 * _MIN_CAPACITY, dtype=np.uint64)
-        self._len = 0
+        self.count: I64 = np.zeros(1, dtype=np.int64)
+        self.num_growths = 0  # how often `slots` has become another array
 
     def __len__(self) -> int:
-        return self._len
+        return int(self.count[0])
+
+    @property
+    def arrays(self) -> tuple[U64, I64]:
+        """Slots and count, for kernels that change both."""
+        return self.slots, self.count
 
     @property
     def nbytes(self) -> int:
@@ -49,30 +59,30 @@ class HashTable:
 
     def put(self, keys: U64, values: U64) -> None:
         """Store or overwrite."""
-        self._reserve(len(keys))
-        self._len += kernels.put_many(self.slots, keys, values)
+        self.reserve(len(keys))
+        self.count += kernels.put_many(self.slots, keys, values)
 
     def find_or_put(self, keys: U64, fresh_values: U64) -> tuple[U64, int]:
         """Values of the keys, absent ones take fresh values in order; and how many were taken."""
-        self._reserve(len(keys))
+        self.reserve(len(keys))
         values = np.empty(len(keys), dtype=np.uint64)
         num_taken = kernels.find_or_put_many(self.slots, keys, fresh_values, values)
-        self._len += num_taken
+        self.count += num_taken
         return values, num_taken
 
     def erase(self, keys: U64) -> None:
         """Remove the keys that are there."""
-        self._len -= kernels.erase_many(self.slots, keys)
+        self.count -= kernels.erase_many(self.slots, keys)
 
     def count_up(self, keys: U64) -> None:
         """Add one to the value of each key."""
-        self._reserve(len(keys))
-        self._len += kernels.count_up_many(self.slots, keys)
+        self.reserve(len(keys))
+        self.count += kernels.count_up_many(self.slots, keys)
 
     def count_down(self, keys: U64) -> npt.NDArray[np.bool_]:
         """Take one from each key that is there, erase it at 0; returns which were there."""
         counted = np.empty(len(keys), dtype=np.uint8)
-        self._len -= kernels.count_down_many(self.slots, keys, counted)
+        self.count -= kernels.count_down_many(self.slots, keys, counted)
         return counted.view(np.bool_)
 
     def extend_runs(self, keys: U64, salts: U64, ends: I64) -> None:
@@ -88,13 +98,14 @@ class HashTable:
     def check(self) -> None:
         """Every entry is found where a lookup would look; raises IndexCorruptError."""
         keys, values = self.items()
-        if len(keys) != self._len:
-            raise IndexCorruptError(f"table: counted {self._len} entries, found {len(keys)}")
+        if len(keys) != len(self):
+            raise IndexCorruptError(f"table: counted {len(self)} entries, found {len(keys)}")
         if not np.array_equal(self.find(keys), values):
             raise IndexCorruptError("table: an entry is not reachable by lookup")
 
-    def _reserve(self, num_more: int) -> None:
-        needed = self._len + num_more + 1
+    def reserve(self, num_more: int) -> None:
+        """Make room, so that as many entries can come and one slot stays empty."""
+        needed = len(self) + num_more + 1
         capacity = len(self.slots) // 2
         if needed <= capacity * _MAX_LOAD:
             return
@@ -102,3 +113,4 @@ class HashTable:
         slots = np.zeros(2 * grown, dtype=np.uint64)
         kernels.rehash(self.slots, slots)
         self.slots = slots
+        self.num_growths += 1

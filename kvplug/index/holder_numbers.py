@@ -7,12 +7,15 @@ Numbers of ranks that left are given again, so arrays indexed by them stay as sh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import Rank, Tier
 
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 _NOBODY = -1
 
@@ -24,11 +27,17 @@ class HolderNumbers:
         self.ranks: list[Rank | None] = []
         self.rank_of_holder: I32 = np.empty(0, dtype=np.int32)
         self.tier_of_holder: I32 = np.empty(0, dtype=np.int32)
+        self.num_changes = 0  # of who has which number
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
+        self._holder_of_tier: dict[int, I64] = {}
 
     def __contains__(self, rank: Rank) -> bool:
         return rank in self._number_of
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return len(self._number_of)
 
     def number_of(self, rank: Rank) -> int:
         """The number of a rank that was added."""
@@ -46,6 +55,7 @@ class HolderNumbers:
             return self._number_of[rank]
         number = self.ranks.index(None) if None in self.ranks else len(self.ranks)
         self.ranks[number : number + 1] = [rank]
+        self.num_changes += 1
         self._number_of[rank] = number
         return number
 
@@ -53,6 +63,8 @@ class HolderNumbers:
         """The rank and its holders have no numbers any more."""
         number = self._number_of.pop(rank)
         self.ranks[number] = None
+        self.num_changes += 1
+        self._holder_of_tier.pop(number, None)
         for tier in Tier:
             holder = self._holder_of.pop((number, tier), None)
             if holder is not None:
@@ -63,14 +75,32 @@ class HolderNumbers:
         holder = self._holder_of.get((rank_number, tier))
         if holder is None:
             holder = self._holder_of[rank_number, tier] = self._free_holder()
+            self._holder_of_tier.pop(rank_number, None)
+            self.num_changes += 1
             self.rank_of_holder[holder], self.tier_of_holder[holder] = rank_number, tier
         return holder
+
+    def holder_of_tier(self, rank_number: int) -> I64:
+        """int64[tiers]: the holder number of the rank's copies in each tier, -1 if not given yet.
+
+        DEVICE always has one.
+        """
+        self.holder(rank_number, Tier.DEVICE)
+        holders = self._holder_of_tier.get(rank_number)
+        if holders is None:
+            holders = np.array([self._holder_of.get((rank_number, tier), -1) for tier in Tier])
+            self._holder_of_tier[rank_number] = holders
+        return holders
 
     def holders(self, rank_number: int, tier: Tier | None = None) -> list[int]:
         """The holder numbers that the rank has, in one tier or in all."""
         tiers = Tier if tier is None else (tier,)
         keys = [(rank_number, t) for t in tiers]
         return [self._holder_of[key] for key in keys if key in self._holder_of]
+
+    def holders_of(self, ranks: Iterable[Rank]) -> list[int]:
+        """The holder numbers that these ranks have, in all tiers."""
+        return [holder for rank in ranks for holder in self.holders(self._number_of[rank])]
 
     def _free_holder(self) -> int:
         free = np.flatnonzero(self.rank_of_holder == _NOBODY)

@@ -30,6 +30,7 @@ class HolderSets:
         self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
         self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
         self.header: I64 = np.array([self.words, 1, 0], dtype=np.int64)
+        self.num_growths = 0  # how often arrays have become others
 
     def __len__(self) -> int:
         """Number of distinct sets in use, the empty one not counted."""
@@ -55,13 +56,13 @@ class HolderSets:
     def add(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
         """Returns which rows did not have the holder before."""
         changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.add_holder(holder, rows, set_of_row, *self._arrays, changed)
+        kernels.add_holder(holder, rows, set_of_row, *self.arrays, changed)
         return changed.view(np.bool_)
 
     def drop(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
         """Returns which rows had the holder."""
         changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.drop_holder(holder, rows, set_of_row, *self._arrays, changed)
+        kernels.drop_holder(holder, rows, set_of_row, *self.arrays, changed)
         return changed.view(np.bool_)
 
     def rows_of(self, holder: int, set_of_row: U32) -> U64:
@@ -74,11 +75,15 @@ class HolderSets:
 
     def any_of(self, holders: list[int]) -> Mask:
         """bool[sets]: which sets have any of the holders."""
+        return np.asarray((self.bits.reshape(-1, self.words) & self.mask_of(holders)).any(axis=1))
+
+    def mask_of(self, holders: list[int]) -> U64:
+        """uint64[words]: the bits of these holders; those that no set can have yet are left out."""
         mask = np.zeros(self.words, dtype=np.uint64)
         for holder in holders:
             if holder < 64 * self.words:
                 mask[holder // 64] |= np.uint64(1 << (holder % 64))
-        return np.asarray((self.bits.reshape(-1, self.words) & mask).any(axis=1))
+        return mask
 
     def check(self, set_of_row: U32) -> None:
         """Counts, interning and the free list agree; raises IndexCorruptError."""
@@ -94,7 +99,8 @@ class HolderSets:
             raise IndexCorruptError("sets: a set is neither used nor free")
 
     @property
-    def _arrays(self) -> tuple[U64, U64, U32, I64]:
+    def arrays(self) -> tuple[U64, U64, U32, I64]:
+        """bits, meta, intern and header, as kernels/holders.py wants them."""
         return self.bits, self.meta, self.intern, self.header
 
     def _num_free(self) -> int:
@@ -108,6 +114,7 @@ class HolderSets:
         wide[:, : self.words] = self.bits.reshape(-1, self.words)
         self.bits, self.words = wide.reshape(-1), words
         self.header[kernels.WORDS] = words
+        self.num_growths += 1
 
     def _grow(self, capacity: int) -> None:
         old = len(self.meta) // 2
@@ -120,3 +127,4 @@ class HolderSets:
         self.meta = np.concatenate([self.meta, fresh])
         self.intern = np.zeros(int(capacity / _MAX_LOAD), dtype=np.uint32)
         kernels.reintern(self.words, capacity, self.meta, self.intern)
+        self.num_growths += 1

@@ -7,6 +7,7 @@ Each held block has a row, numbered from 1:
     table              sequence hash -> row                    kernels/table.py
     hash_of_row[row]   its sequence hash, for removal
     set_of_row[row]    number of its set of holders, 0 = free  kernels/holders.py
+    seed_of_row[row]   the seed of its namespace, for blocks that follow it
     copies             (holder, row) -> copies above the first one: engines store a block twice
                        and remove it twice
 
@@ -44,7 +45,7 @@ class Segments(NamedTuple):
 
 
 class Holdings:
-    """store, drop, drop_all and match; arrays only."""
+    """store, drop and match; arrays only. Kernels change them, too (kernels/blocks.py)."""
 
     def __init__(self) -> None:
         self.table = HashTable()
@@ -52,17 +53,25 @@ class Holdings:
         self.copies = HashTable()
         self.hash_of_row: U64 = np.zeros(_MIN_ROWS, dtype=np.uint64)
         self.set_of_row: U32 = np.zeros(_MIN_ROWS, dtype=np.uint32)
-        self._free_rows: U64 = np.arange(_MIN_ROWS - 1, 0, -1).astype(np.uint64)
-        self._num_free = _MIN_ROWS - 1
+        self.seed_of_row: U64 = np.zeros(_MIN_ROWS, dtype=np.uint64)
+        self.free_rows: U64 = np.arange(_MIN_ROWS - 1, 0, -1).astype(np.uint64)
+        self.num_free: I64 = np.array([_MIN_ROWS - 1], dtype=np.int64)
+        self._num_growths = 0
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
         return len(self.table)
 
     @property
+    def num_growths(self) -> int:
+        """How often arrays have become others, by growing."""
+        parts = self.table.num_growths + self.copies.num_growths + self.sets.num_growths
+        return self._num_growths + parts
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
-        parts = (self.hash_of_row, self.set_of_row, self._free_rows)
+        parts = (self.hash_of_row, self.set_of_row, self.seed_of_row, self.free_rows)
         tables = self.table.nbytes + self.copies.nbytes + self.sets.nbytes
         return tables + sum(int(part.nbytes) for part in parts)
 
@@ -71,12 +80,16 @@ class Holdings:
 
         Returns the row of each block and how many blocks the holder did not have before.
         """
-        self.sets.reserve(holder, len(sequence_hashes))
         rows = self._rows_for(sequence_hashes)
+        return rows, self.store_rows(holder, rows)
+
+    def store_rows(self, holder: int, rows: U64) -> int:
+        """As `store`, for blocks that have rows; returns how many the holder did not have."""
+        self.sets.reserve(holder, len(rows))
         was_new = self.sets.add(holder, rows, self.set_of_row)
         if not was_new.all():
             self.copies.count_up(_copy_keys(holder, rows[~was_new]))
-        return rows, int(was_new.sum())
+        return int(was_new.sum())
 
     def drop(self, holder: int, rows: U64) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """The holder has one copy less of each block; rows may repeat.
@@ -89,14 +102,6 @@ class Holdings:
         gone = np.zeros(len(rows), dtype=np.bool_)
         gone[~kept] = self._remove(holder, rows[~kept])
         return kept | gone, gone
-
-    def drop_all(self, holder: int) -> int:
-        """The holder has nothing any more; returns how many blocks it had."""
-        keys, _ = self.copies.items()
-        self.copies.erase(keys[keys >> _HOLDER_SHIFT == np.uint64(holder)])
-        rows = self.rows_of(holder)
-        self._remove(holder, rows)
-        return len(rows)
 
     def rows_of(self, holder: int) -> U64:
         """The rows of the blocks that the holder has."""
@@ -132,7 +137,7 @@ class Holdings:
         self._check_copies()
 
     def _check_free_rows(self, used: U64) -> None:
-        free = self._free_rows[: self._num_free]
+        free = self.free_rows[: self.num_free[0]]
         everything = np.sort(np.concatenate([free, used]))
         expected = np.arange(1, len(self.hash_of_row), dtype=np.uint64)
         if not np.array_equal(everything, expected):
@@ -147,10 +152,11 @@ class Holdings:
 
     def _rows_for(self, sequence_hashes: U64) -> U64:
         """The row of each block, a new one where nobody held it."""
-        self._reserve_rows(len(sequence_hashes))
-        fresh = self._free_rows[self._num_free - len(sequence_hashes) : self._num_free][::-1]
+        self.reserve_rows(len(sequence_hashes))
+        end = int(self.num_free[0])
+        fresh = self.free_rows[end - len(sequence_hashes) : end][::-1]
         rows, num_taken = self.table.find_or_put(sequence_hashes, np.ascontiguousarray(fresh))
-        self._num_free -= num_taken
+        self.num_free -= num_taken
         self.hash_of_row[rows] = sequence_hashes
         return rows
 
@@ -164,23 +170,26 @@ class Holdings:
         self.table.erase(self.hash_of_row[rows])
         self.hash_of_row[rows] = 0
         # Descending, so that they are taken again in ascending order: neighbours stay neighbours.
-        self._free_rows[self._num_free : self._num_free + len(rows)] = rows[::-1]
-        self._num_free += len(rows)
+        end = int(self.num_free[0])
+        self.free_rows[end : end + len(rows)] = rows[::-1]
+        self.num_free += len(rows)
 
-    def _reserve_rows(self, num_more: int) -> None:
-        if self._num_free >= num_more:
+    def reserve_rows(self, num_more: int) -> None:
+        """Make room, so that as many rows are free."""
+        num_free, old = int(self.num_free[0]), len(self.hash_of_row)
+        if num_free >= num_more:
             return
-        old = len(self.hash_of_row)
         new = max(old + old // 2, old + num_more)
         self.hash_of_row = np.concatenate([self.hash_of_row, np.zeros(new - old, np.uint64)])
         self.set_of_row = np.concatenate([self.set_of_row, np.zeros(new - old, np.uint32)])
+        self.seed_of_row = np.concatenate([self.seed_of_row, np.zeros(new - old, np.uint64)])
         # The stack of free rows: fresh ones below, in descending order, so that blocks of one
         # chain get neighbouring rows and a match reads memory in order.
         fresh = np.arange(new - 1, old - 1, -1).astype(np.uint64)
-        free_rows = np.zeros(new, dtype=np.uint64)
-        free_rows[: len(fresh)] = fresh
-        free_rows[len(fresh) : len(fresh) + self._num_free] = self._free_rows[: self._num_free]
-        self._free_rows, self._num_free = free_rows, len(fresh) + self._num_free
+        padding = np.zeros(old - num_free, dtype=np.uint64)
+        self.free_rows = np.concatenate([fresh, self.free_rows[:num_free], padding])
+        self.num_free += len(fresh)
+        self._num_growths += 1
 
 
 def _copy_keys(holder: int, rows: U64) -> U64:

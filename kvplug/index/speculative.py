@@ -15,6 +15,8 @@ confirmed, and expires without effect. When the ring is full, the oldest entries
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +28,9 @@ I64 = npt.NDArray[np.int64]
 _CAPACITY = 2**17
 
 
-def _mark(rank_number: int) -> np.uint64:
-    # splitmix64 in Python integers: 64 bits that no two ranks share in practice.
+@lru_cache(maxsize=4096)
+def mark_of(rank_number: int) -> np.uint64:
+    """What the keys of a rank's entries are marked with: splitmix64 of its number."""
     x = (rank_number + 1) * 0x9E3779B97F4A7C15 % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -40,20 +43,20 @@ class SpeculativeBlocks:
     def __init__(self, ttl_s: float, capacity: int = _CAPACITY) -> None:
         self.ttl_s = ttl_s
         self.num_lost = 0  # dropped early, or at once, because the ring was full
-        self._table = HashTable()
+        self.table = HashTable()
         self._keys = np.zeros(capacity, dtype=np.uint64)
         self._ranks = np.zeros(capacity, dtype=np.int32)
         self._deadlines = np.zeros(capacity, dtype=np.float64)
         self._first = self._next = 0
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the ring and the table."""
         ring = self._keys.nbytes + self._ranks.nbytes + self._deadlines.nbytes
-        return self._table.nbytes + int(ring)
+        return self.table.nbytes + int(ring)
 
     def insert(self, rank_number: int, sequence_hashes: U64, now_s: float) -> None:
         """The rank will hold these blocks; only the first `capacity` of them are kept."""
@@ -64,16 +67,16 @@ class SpeculativeBlocks:
         self._make_room(len(hashes))
         numbers = np.arange(self._next, self._next + len(hashes)).astype(np.uint64)
         places = numbers % np.uint64(len(self._keys))
-        keys = hashes ^ _mark(rank_number)
+        keys = hashes ^ mark_of(rank_number)
         self._keys[places], self._ranks[places] = keys, rank_number
         self._deadlines[places] = now_s + self.ttl_s
-        self._table.put(keys, numbers + np.uint64(1))
+        self.table.put(keys, numbers + np.uint64(1))
         self._next += len(hashes)
 
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
-        if len(self._table):
-            self._table.erase(sequence_hashes ^ _mark(rank_number))
+        if len(self.table):
+            self.table.erase(sequence_hashes ^ mark_of(rank_number))
 
     def forget(self, rank_number: int) -> None:
         """The rank is gone or cleared."""
@@ -92,11 +95,11 @@ class SpeculativeBlocks:
     def extend(self, sequence_hashes: U64, depths: I64, now_s: float) -> I64:
         """int64[ranks]: each depth moved on over the speculative blocks that follow it."""
         self.expire(now_s)
-        if not len(self._table):
+        if not len(self.table):
             return depths
-        marks = np.array([_mark(rank) for rank in range(len(depths))], dtype=np.uint64)
+        marks = np.array([mark_of(rank) for rank in range(len(depths))], dtype=np.uint64)
         ends = depths.copy()
-        self._table.extend_runs(sequence_hashes, marks, ends)
+        self.table.extend_runs(sequence_hashes, marks, ends)
         return ends
 
     def _numbers(self, end: int) -> U64:
@@ -115,5 +118,5 @@ class SpeculativeBlocks:
 
     def _erase(self, numbers: U64) -> None:
         keys = self._keys[numbers % np.uint64(len(self._keys))]
-        is_latest = self._table.find(keys) == numbers + np.uint64(1)
-        self._table.erase(keys[is_latest])
+        is_latest = self.table.find(keys) == numbers + np.uint64(1)
+        self.table.erase(keys[is_latest])

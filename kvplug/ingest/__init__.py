@@ -1,6 +1,13 @@
 """Third floor: following workers. Feeds a Router; needs no HTTP.
 
-sequence   what a sequence number says about the message before it
-follower   one publisher's messages to one worker's blocks
-listener   the thread that owns the sockets
+applier    payloads to the index of a Router
+repair     messages, live and replayed, to payloads in order: gaps, restarts, late joins
+held       live messages that wait for a replay
+recent     which messages were applied last
+trust      how much of what an engine holds is known, and why not more
+skips      what could not be used
+follower   one publisher's messages to one worker's blocks: all of the above
+listener   the thread that owns the sockets: one per engine
+dispatch   one socket's messages to the followers whose topics they carry
+collector  the thread that owns a socket which many engines connect to
 """

@@ -1,6 +1,7 @@
 """One publisher's messages to one worker's blocks in a Router.
 
-In:  multipart messages of a stock event stream.   Out: an index kept up to date, and counters.
+In:  multipart messages of a stock event stream, and of its replays.
+Out: an index kept up to date, counters, and how much of it can be trusted.
 
 Nothing that arrives raises: what cannot be used is counted by reason and named once in the log.
 """
@@ -8,141 +9,170 @@ Nothing that arrives raises: what cannot be used is counted by reason and named 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-
-from msgspec import structs
+from collections.abc import Callable
 
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, Rank
-from kvplug.index.applied import Applied, Refusal
-from kvplug.ingest.sequence import Arrival, SequenceTracker
+from kvplug.events import Rank
+from kvplug.ingest.applier import Applier
+from kvplug.ingest.repair import Message, Repair
+from kvplug.ingest.repair_settings import RepairSettings
+from kvplug.ingest.replay_order import ReplayOrder
+from kvplug.ingest.skips import Skips
+from kvplug.ingest.trust import Trust, TrustState
 from kvplug.router.core import Router
 
 logger = logging.getLogger(__name__)
 
-_CURE = {
-    Refusal.BLOCK_SIZE.value: "start the router with the engine's --block-size",
-    Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
-    "blocks become known again as it stores new prefixes, or at once when it restarts",
-    Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
-    "undecodable": "check that the endpoint is an event publisher and no other service",
-}
+_NUM_SEQUENCE_BYTES = 8
 
 
 class Follower:
-    """Feed it with `receive`; tell it about `connected` and `disconnected`.
+    """Feed it with `receive`; tell it about `connected` and `disconnected`, and the time by `tick`.
 
-    Read: connected, incomplete (why the index may not hold all of the worker's blocks, or None),
-    sequence, and the counters `messages`, `stored`, `removed` and `skipped` by reason.
+    Whoever owns the sockets asks the engine for what `replay_order` says and hands the answer to
+    `replayed` and `replay_ended`.
+
+    Read: connected, trust, repair (`last` number and counters), and the counters `num_messages`,
+    `num_stored`, `num_removed`, `skipped` by reason.
     """
 
-    def __init__(self, router: Router, rank: Rank) -> None:
+    def __init__(
+        self,
+        router: Router,
+        rank: Rank,
+        *,
+        stale_worth: Callable[[], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        settings: RepairSettings | None = None,
+    ) -> None:
+        """`stale_worth`: what residency is worth while the rank is STALE, by default the router's
+        `stale_worth`.
+        """
         self.rank = rank
         self.connected = False
-        self.incomplete: str | None = None
-        self.sequence = SequenceTracker()
-        self.num_messages = self.num_stored = self.num_removed = 0
-        self.skipped: Counter[str] = Counter()
-        self._router = router
-        self._ranks = {rank}
-        self._full_groups: set[int] = set()
+        self.num_messages = 0
+        self._router, self._stale_worth = router, stale_worth
+        self._skips = Skips(rank)
+        self._applier = Applier(router, rank, self._skips)
+        self.repair = Repair(str(rank), self._applier, clock=clock, settings=settings)
+        self.trust = self.repair.state
+        self._tell_router()
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether the engine can be asked for messages again; whoever owns the sockets says so."""
+        return self.repair.can_replay
+
+    @can_replay.setter
+    def can_replay(self, can_replay: bool) -> None:
+        self.repair.can_replay = can_replay
+
+    @property
+    def replay_order(self) -> ReplayOrder | None:
+        """What the engine is to be asked for; another object is another request."""
+        return self.repair.order
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks that the engine stored."""
+        return self._applier.num_stored
+
+    @property
+    def num_removed(self) -> int:
+        """Blocks that the engine removed."""
+        return self._applier.num_removed
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """By reason, how much of the stream could not be used."""
+        return self._skips.by_reason
 
     def on_connected(self) -> None:
         """The publisher is there (again)."""
         self.connected = True
         logger.info("%s: event stream connected", self.rank)
+        self.repair.connected()
+        self._note_trust()
 
     def on_disconnected(self) -> None:
-        """The publisher is gone: nothing that it said is known to hold any more."""
+        """The publisher is gone, or is a new one that knows nothing of the old one's numbers."""
         if self.connected:
-            logger.warning("%s: event stream lost, its blocks are forgotten", self.rank)
+            logger.warning("%s: event stream lost", self.rank)
         self.connected = False
-        self._start_over()
+        self.repair.disconnected()
+        self._note_trust()
 
     def receive(self, frames: list[bytes]) -> None:
         """Apply one message."""
-        self.num_messages += 1
+        self.receive_many([frames])
+
+    def receive_many(self, messages: list[list[bytes]]) -> None:
+        """Apply messages in the order of their arrival."""
+        self.num_messages += len(messages)
+        numbered: list[Message] = []
+        for frames in messages:
+            if len(frames) == 3 and len(frames[1]) == _NUM_SEQUENCE_BYTES:
+                numbered.append((int.from_bytes(frames[1], "big"), frames[2]))
+            else:
+                self._parse(frames, numbered)
+        num_duplicates = self.repair.num_duplicates
+        self.repair.receive(numbered)
+        if self.repair.num_duplicates > num_duplicates:
+            self._skips.add("duplicate", self.repair.num_duplicates - num_duplicates)
+        self._note_trust()
+
+    def replayed(self, messages: list[tuple[int, bytes]]) -> None:
+        """Take a part of the answer to `replay_order`."""
+        self.repair.replayed(messages)
+        self._note_trust()
+
+    def replay_ended(self) -> None:
+        """The answer is complete."""
+        self.repair.replay_ended()
+        self._note_trust()
+
+    def replay_failed(self, reason: str) -> None:
+        """There will be no answer."""
+        self.repair.replay_failed(reason)
+        self._note_trust()
+
+    def tick(self) -> None:
+        """Time has passed; call it every second or so."""
+        self.repair.tick()
+        self._note_trust()
+        if self.trust.level is Trust.STALE and self._stale_worth is not None:
+            self._tell_router()
+
+    def _parse(self, frames: list[bytes], numbered: list[Message]) -> None:
         try:
             frame = codec.parse_frames(frames)
-            batch = codec.decode(frame.payload)
         except DecodeError as error:
-            self._skip("undecodable", 1, str(error))
+            self._skips.add("undecodable", 1, str(error))
+        else:
+            numbered.append((frame.seq, frame.payload))
+
+    def _note_trust(self) -> None:
+        state = self.repair.state
+        if state is self.trust or state == self.trust:
             return
-        arrival = self.sequence.observe(frame.seq)
-        if arrival is Arrival.DUPLICATE:
-            self._skip("duplicate", 1)
-            return
-        self._note(arrival)
-        if _clears_everything(batch):
-            self.incomplete = None  # whatever was missed is gone from the engine, too
-        self._apply(batch)
+        was, self.trust = self.trust, state
+        log = logger.warning if was.level is Trust.EXACT else logger.info
+        log("%s: %s", self.rank, _sentence(state))
+        self._tell_router()
 
-    def _note(self, arrival: Arrival) -> None:
-        if arrival is Arrival.RESTART:
-            logger.warning("%s: engine restarted, its blocks are forgotten", self.rank)
-            self._start_over()
-        elif arrival is Arrival.GAP:
-            self._mark_incomplete(f"{self.sequence.num_missed} event messages were lost")
-        elif arrival is Arrival.LATE_JOIN:
-            self._mark_incomplete("the router joined after the engine's first events")
-
-    def _start_over(self) -> None:
-        last = self.sequence.last
-        self.sequence.reset()
-        self.incomplete = None
-        self._full_groups.clear()
-        for rank in self._ranks:
-            self._router.clear(rank)
-        logger.debug("%s: starting over after sequence number %s", self.rank, last)
-
-    def _apply(self, batch: EventBatch) -> None:
-        rank = Rank(self.rank.worker, self.rank.dp_rank if batch.dp_rank is None else batch.dp_rank)
-        self._ranks.add(rank)
-        for reason, count in batch.skipped.items():
-            self._skip(reason, count)
-            self._mark_incomplete(f"events could not be used: {reason}")
-        for medium in batch.unknown_media:
-            self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
-        self._count(self._router.apply(rank, self._of_full_attention(batch)))
-
-    def _of_full_attention(self, batch: EventBatch) -> EventBatch:
-        """Drop removals of other groups of a hybrid model.
-
-        vLLM gives a block the same hash in every group, and a removal names only the group; which
-        groups have full attention is known from what they stored (the codec keeps out the rest).
-        """
-        stored = (event.group for event in batch.events if isinstance(event, BlockStored))
-        self._full_groups.update(stored)
-        kept = tuple(event for event in batch.events if self._concerns_prefixes(event))
-        if len(kept) < len(batch.events):
-            self._skip("removed_in_other_group", len(batch.events) - len(kept))
-        return structs.replace(batch, events=kept)
-
-    def _concerns_prefixes(self, event: Event) -> bool:
-        if not isinstance(event, BlockRemoved) or not self._full_groups:
-            return True
-        return event.group in self._full_groups
-
-    def _count(self, applied: Applied) -> None:
-        self.num_stored += applied.num_stored
-        self.num_removed += applied.num_removed
-        for reason, count in applied.refused.items():
-            self._skip(reason, count)
-        if applied.refused[Refusal.UNKNOWN_PARENT.value]:
-            self._mark_incomplete("blocks came whose parents are unknown")
-
-    def _mark_incomplete(self, reason: str) -> None:
-        if self.incomplete is None:
-            logger.warning("%s: not all of its blocks are known: %s", self.rank, reason)
-        self.incomplete = reason
-
-    def _skip(self, reason: str, count: int, detail: str = "") -> None:
-        if not self.skipped[reason]:
-            cure = _CURE.get(reason, "")
-            logger.warning("%s: events skipped: %s %s %s", self.rank, reason, detail, cure)
-        self.skipped[reason] += count
+    def _tell_router(self) -> None:
+        worth = {Trust.EXACT: 1.0, Trust.BLIND: 0.0}.get(self.trust.level)
+        if worth is None:
+            default = self._router.config.stale_worth
+            worth = self._stale_worth() if self._stale_worth is not None else default
+        for rank in self._applier.ranks:
+            self._router.set_worth(rank, worth)
 
 
-def _clears_everything(batch: EventBatch) -> bool:
-    return any(isinstance(e, AllBlocksCleared) and e.tier is None for e in batch.events)
+def _sentence(state: TrustState) -> str:
+    if state.reason is None:
+        return "every block that it holds is known"
+    return f"{state.level}: {state.reason}; {state.cure}"

@@ -11,6 +11,8 @@ so callers check them. With NUMBA_DISABLE_JIT=1 every kernel is the plain Python
 """
 
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -20,8 +22,8 @@ from numba import types
 from numba.extending import intrinsic
 
 __all__ = [
-    "b1", "f8", "fold_multiply", "i4", "i8", "inlined", "kernel", "reads", "u1", "u4", "u8", "void",
-    "writes",
+    "b1", "f8", "fold_multiply", "i4", "i8", "inlined", "kernel", "prefetch", "reads", "u1", "u4",
+    "u8", "void", "writes",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -48,22 +50,40 @@ def writes(dtype: Any) -> Any:
     return types.Array(dtype, 1, "C")
 
 
-def kernel(signature: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compile at import for exactly this signature; the GIL is kept.
+def kernel(
+    signature: Any, *, releases_gil: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compile at import for exactly this signature.
 
-    Without a writable cache directory (a read-only container, no home) Numba raises: then the
-    kernel is compiled in memory, which costs seconds at start and nothing later.
+    The GIL is kept unless `releases_gil`: a kernel of microseconds would lose more to the thread
+    that takes it meanwhile than it could win. Without a writable cache directory (a read-only
+    container, no home) Numba raises: then the kernel is compiled in memory, which costs seconds at
+    start and nothing later.
     """
 
     def compile_(function: Callable[P, R]) -> Callable[P, R]:
         if numba.config.DISABLE_JIT:
             return np.errstate(over="ignore")(function)  # u64 wraps on purpose
         try:
-            return cast("Callable[P, R]", numba.njit(signature, cache=True)(function))
+            dispatcher = numba.njit(cache=True, nogil=releases_gil)(function)
+            # Numba asks the age of one file whether cached code is still good; kernels are made of
+            # parts of several.
+            dispatcher._cache._cache_file._source_stamp = _STAMP
+            dispatcher.compile(signature)
+            dispatcher.disable_compile()
+            return cast("Callable[P, R]", dispatcher)
         except (RuntimeError, OSError):
-            return cast("Callable[P, R]", numba.njit(signature)(function))
+            return cast("Callable[P, R]", numba.njit(signature, nogil=releases_gil)(function))
 
     return compile_
+
+
+def _stamp_of_sources() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+_STAMP = _stamp_of_sources()
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
@@ -88,6 +108,32 @@ def _fold_multiply(typing_context: Any, a: Any, b: Any) -> Any:
 
     return u8(u8, u8), generate
 
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _prefetch(typing_context: Any, array: Any, at: Any) -> Any:
+    """Ask for the cache line of array[at] (LLVM language reference, llvm.prefetch)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        bit = ir.IntType(32)
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [address.type],
+            ir.FunctionType(ir.VoidType(), [address.type, bit, bit, bit]),
+        )
+        # For writing, to be kept near, data and not code.
+        builder.call(hint, [address, bit(1), bit(3), bit(1)])
+        return context.get_dummy_value()
+
+    return void(array, u8), generate
+
+
+def _prefetch_twin(array: Any, at: Any) -> None:
+    """Nothing to compute."""
+
+
+prefetch: Callable[[Any, Any], None] = _prefetch_twin if numba.config.DISABLE_JIT else _prefetch
 
 # Numba has no 128-bit integers, and intrinsics do not exist without JIT.
 fold_multiply: Callable[[Any, Any], Any] = (

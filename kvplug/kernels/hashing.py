@@ -198,12 +198,9 @@ def _hash_short(words: U32, at: int, n: int, seed: np.uint64) -> np.uint64:
     return _hash_129_to_240(words, at, n, seed)
 
 
-@kernel(void(reads(u4), i8, u8, writes(u8)))
-def hash_blocks(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
-    """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size].
-
-    block_size >= 1 and len(out_hashes) * block_size <= len(tokens).
-    """
+@inlined
+def fill_block_hashes(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
+    """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size]."""
     if block_size <= 60:
         for i in range(len(out_hashes)):
             out_hashes[i] = _hash_short(tokens, i * block_size, block_size, seed)
@@ -211,6 +208,21 @@ def hash_blocks(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) 
     secret, acc = _seeded_secret(seed), np.empty(8, dtype=np.uint64)
     for i in range(len(out_hashes)):
         out_hashes[i] = _hash_over_240(tokens, i * block_size, block_size, secret, acc)
+
+
+@inlined
+def chain(parent: np.uint64, block_hash: np.uint64, seed: np.uint64) -> np.uint64:
+    """The sequence hash of a block behind the sequence hash `parent`."""
+    return _hash_9_to_16(parent, block_hash, _16, seed)
+
+
+@kernel(void(reads(u4), i8, u8, writes(u8)))
+def hash_blocks(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
+    """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size].
+
+    block_size >= 1 and len(out_hashes) * block_size <= len(tokens).
+    """
+    fill_block_hashes(tokens, block_size, seed, out_hashes)
 
 
 @kernel(void(reads(u8), b1, u8, u8, writes(u8)))
@@ -225,5 +237,5 @@ def chain_blocks(
         if i == 0 and not has_parent:
             parent = block_hashes[0]
         else:
-            parent = _hash_9_to_16(parent, block_hashes[i], _16, seed)
+            parent = chain(parent, block_hashes[i], seed)
         out_hashes[i] = parent

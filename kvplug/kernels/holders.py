@@ -51,7 +51,8 @@ def _bit(holder: Index) -> np.uint64:
 
 
 @inlined
-def _contains(bits: U64, words: Index, set_id: Index, holder: Index) -> bool:
+def contains(bits: U64, words: Index, set_id: Index, holder: Index) -> bool:
+    """Whether the set has the holder."""
     return bool(bits[set_id * words + holder // 64] & _bit(holder))
 
 
@@ -94,7 +95,7 @@ def _create(
 
 
 @inlined
-def _toggled(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index, holder: Index) -> Index:
+def toggled(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index, holder: Index) -> Index:
     """The set that is `set_id` with `holder` added or removed, created if it is new."""
     words = header[WORDS]
     key = meta[2 * set_id] ^ _mark(holder)
@@ -126,7 +127,7 @@ def _unintern(meta: U64, intern: U32, set_id: Index) -> None:
 
 
 @inlined
-def _move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index) -> None:
+def move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index) -> None:
     """One row left `old` for `new`; a set without rows is freed."""
     if new != 0:
         meta[2 * new + 1] += _1
@@ -143,7 +144,7 @@ def _move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index
 
 
 @inlined
-def _change(
+def change(
     adds: bool,
     holder: Index,
     rows: U64,
@@ -154,19 +155,20 @@ def _change(
     header: I64,
     out_changed: Flags,
 ) -> Index:
+    """Add the holder to the set of each row, or remove it; as add_holder and drop_holder."""
     num_changed = 0
     last_old: Index = np.int64(-1)
     last_new: Index = np.int64(0)
     for i in range(len(rows)):
         row = np.int64(rows[i])
         old = np.int64(set_of_row[row])
-        out_changed[i] = _contains(bits, header[WORDS], old, holder) != adds
+        out_changed[i] = contains(bits, header[WORDS], old, holder) != adds
         if out_changed[i]:
             # A run of blocks mostly has one set before and one after: toggle once for all.
             if old != last_old:
-                last_old, last_new = old, _toggled(bits, meta, intern, header, old, holder)
+                last_old, last_new = old, toggled(bits, meta, intern, header, old, holder)
             set_of_row[row] = last_new
-            _move(bits, meta, intern, header, old, last_new)
+            move(bits, meta, intern, header, old, last_new)
             num_changed += 1
     return num_changed
 
@@ -186,7 +188,7 @@ def add_holder(
 
     out_changed[i] = 0 if rows[i] had it before.
     """
-    return _change(True, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
+    return change(True, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
 
 
 @kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
@@ -204,7 +206,7 @@ def drop_holder(
 
     out_changed[i] = 0 if rows[i] did not have it.
     """
-    return _change(False, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
+    return change(False, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
 
 
 @kernel(i8(i8, reads(u4), reads(u8), i8, writes(u8)))
@@ -212,7 +214,7 @@ def rows_of_holder(holder: Index, set_of_row: U32, bits: U64, words: Index, out_
     """The rows whose set has `holder`, ascending; returns how many."""
     num_rows = 0
     for row in range(len(set_of_row)):
-        if _contains(bits, words, np.int64(set_of_row[row]), holder):
+        if contains(bits, words, np.int64(set_of_row[row]), holder):
             out_rows[num_rows] = row
             num_rows += 1
     return num_rows

@@ -24,6 +24,7 @@ class RouterConfig:
     overlap_score_weight: what a block to prefill costs in blocks to decode; 0 is pure load.
     temperature: 0 takes the lowest cost; above, softmax over costs rescaled to [0, 1].
     speculative_ttl_s: how long a routed prompt counts as cached until the engine says so; 0 is off.
+    stale_worth: what the blocks of a rank count for while some of its events are missing, 0 to 1.
     request_expiry_s: a request that nobody finishes stops counting as load after this time.
     """
 
@@ -32,6 +33,7 @@ class RouterConfig:
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     speculative_ttl_s: float = 2.0
+    stale_worth: float = 0.5
     request_expiry_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class RouterConfig:
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
         for name in ("overlap_score_weight", "temperature", "speculative_ttl_s"):
             _require_at_least_0(name, getattr(self, name))
+        if not 0 <= self.stale_worth <= 1:
+            raise ConfigError(f"stale_worth must be in [0, 1], got {self.stale_worth}")
         if not self.request_expiry_s > 0:
             raise ConfigError(f"request_expiry_s must be above 0, got {self.request_expiry_s}")
 

@@ -9,7 +9,6 @@ account for it. A lock makes it safe to apply events in one thread and route in 
 from __future__ import annotations
 
 import random
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -23,13 +22,19 @@ from kvplug.events import EventBatch, Namespace, Rank
 from kvplug.hashing import Hashes, Tokens, TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.records import Records
 from kvplug.router.config import RouterConfig
 from kvplug.router.cost import cost_per_rank
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
+from kvplug.router.query_first_lock import QueryFirstLock
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+
+# Of ingestion, for which a query may have to wait: about 15 us.
+_BLOCKS_PER_SLICE = 96
+_SLOTS_PER_SLICE = 1024
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +72,7 @@ class Router:
         self._round_robin = RoundRobin()
         self._clock = clock
         self._random = random_ or random.Random()
-        self._lock = threading.Lock()
+        self._lock = QueryFirstLock()
 
     @property
     def ranks(self) -> list[Rank]:
@@ -92,13 +97,37 @@ class Router:
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank's engine said; returns what was stored, removed and refused."""
-        with self._lock:
+        with self._lock.patiently:
             return self.index.apply(rank, batch)
+
+    def apply_records(self, rank: Rank, records: Records) -> Applied:
+        """As `apply`, for many plain events at once; queries in other threads go in between."""
+        applied, at = Applied(), 0
+        with self._lock.patiently as turn:
+            while at < records.num_events:
+                at = self.index.apply_records(rank, records, at, _BLOCKS_PER_SLICE, applied)
+                turn.give_way()
+        return applied
+
+    def set_worth(self, rank: Rank, worth: float) -> None:
+        """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
+
+        For ranks of whose blocks not everything is known (kvplug/ingest/trust.py).
+        """
+        with self._lock:
+            if rank in self.index.numbers:
+                self.index.set_worth(rank, worth)
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
-        with self._lock:
-            return self.index.clear(rank) if rank in self.index.numbers else 0
+        with self._lock.patiently as turn:
+            if rank not in self.index.numbers:
+                return 0
+            clearing = self.index.start_clear(rank)
+            while not clearing.is_done:
+                clearing.advance(_SLOTS_PER_SLICE)
+                turn.give_way()
+            return clearing.num_dropped
 
     def route(
         self,

@@ -42,6 +42,7 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         port=arguments.port,
         router=router,
         tokenizer=arguments.tokenizer,
+        events_bind=arguments.events_bind,
         max_body_bytes=arguments.max_body_bytes,
         health_interval_s=arguments.health_interval_s,
         request_timeout_s=arguments.request_timeout_s,
@@ -69,8 +70,13 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         "--worker",
         action="append",
         default=[],
-        metavar="URL[,events=ENDPOINT][,topic=PREFIX]",
+        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]",
         help="an engine and where it publishes its KV events; repeat for each engine",
+    )
+    add(
+        "--events-bind",
+        metavar="ENDPOINT",
+        help="where engines connect to that do not let the router connect to them",
     )
     add("--host", default=_SERVER.host, help="address to listen on")
     add("--port", type=int, default=_SERVER.port, help="port to listen on; 0 takes a free one")

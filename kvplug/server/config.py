@@ -11,34 +11,44 @@ from urllib.parse import urlsplit
 
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
+from kvplug.topics import Topic
 
 _FORM = (
-    "URL[,events=ENDPOINT][,topic=PREFIX], like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
+    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX], like "
+    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One engine: where its API is, and where it publishes its KV events (None: nowhere)."""
+    """One engine: where its API is, and where it publishes its KV events.
+
+    Without `events` it publishes nowhere, or connects to the router's `events_bind`, where it is
+    known by its topic, `kv@POD` or `kv@POD@MODEL`. `replay` is where it sends events again.
+    """
 
     url: str
     events: str | None = None
     topic: str = ""
+    replay: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,topic=PREFIX]`."""
+        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]`."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if key not in ("events", "topic") or not equals or key in values:
+            if key not in ("events", "replay", "topic") or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
             values[key] = value
-        if "events" in values and "://" not in values["events"]:
-            raise ConfigError(f"worker {text!r}: events={values['events']!r}; expected {_FORM}")
-        return cls(url=url.rstrip("/"), events=values.get("events"), topic=values.get("topic", ""))
+        for key in {"events", "replay"} & values.keys():
+            if "://" not in values[key]:
+                raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
+        if "replay" in values and "events" not in values:
+            raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
+        return cls(url=url.rstrip("/"), **values)
 
 
 def _require_http(url: str, text: str) -> None:
@@ -57,6 +67,7 @@ class ServerConfig:
 
     workers: the engines. tokenizer: folder with tokenizer.json and chat template; by default the
     folder that a worker names for its model, if it is on this machine.
+    events_bind: endpoint that engines connect to with their events; None: none does.
     max_body_bytes: a larger request body is answered with 413.
     health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
     request_timeout_s: longest silence of a worker within a request.
@@ -68,6 +79,7 @@ class ServerConfig:
     port: int = 8000
     router: RouterConfig = field(default_factory=RouterConfig)
     tokenizer: Path | None = None
+    events_bind: str | None = None
     max_body_bytes: int = 32 * 2**20
     health_interval_s: float = 2.0
     connect_timeout_s: float = 5.0
@@ -85,8 +97,23 @@ class ServerConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        self._require_topics()
         # aiohttp takes a grace of 0 for no limit at all.
         times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")
         for name in (*times, "max_body_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def _require_topics(self) -> None:
+        if self.events_bind is None:
+            return
+        if "://" not in self.events_bind:
+            raise ConfigError(
+                f"events_bind: expected an endpoint like tcp://*:5557, got {self.events_bind!r}"
+            )
+        for worker in self.workers:
+            if worker.events is None and worker.topic and Topic.parse(worker.topic) is None:
+                raise ConfigError(
+                    f"worker {worker.url!r} shares a socket with others: expected a topic like "
+                    f"kv@POD or kv@POD@MODEL, got {worker.topic!r}"
+                )

@@ -16,10 +16,12 @@ import aiohttp
 import msgspec
 
 from kvplug.events import Rank
+from kvplug.ingest.collector import EventCollector
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
 from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.topics import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +58,14 @@ class Fleet:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
         self._listener = EventListener()
+        self._collector = EventCollector(config.events_bind) if config.events_bind else None
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""
         self._listener.start()
+        if self._collector is not None:
+            self._collector.start()
         for worker in self.workers.values():
             self._router.add_worker(worker.url)
             self._follow(worker)
@@ -75,6 +80,13 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await asyncio.to_thread(self._listener.stop)
+        if self._collector is not None:
+            await asyncio.to_thread(self._collector.stop)
+
+    @property
+    def events_endpoint(self) -> str | None:
+        """What engines connect to with their events, with the port that was taken."""
+        return self._collector.endpoint if self._collector is not None else None
 
     def models(self) -> dict[str, str]:
         """The models of the workers that are up: name -> where the engine loaded it from."""
@@ -101,15 +113,20 @@ class Fleet:
         worker.down_because = reason
 
     def _follow(self, worker: Worker) -> None:
-        if worker.spec.events is None:
+        topic = Topic.parse(worker.spec.topic)
+        if worker.spec.events is not None:
+            worker.follower = Follower(self._router, Rank(worker.url))
+            spec = worker.spec
+            self._listener.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
+        elif self._collector is not None and topic is not None:
+            worker.follower = Follower(self._router, Rank(worker.url))
+            self._collector.follow(worker.follower, topic)
+        else:
             logger.warning(
                 "worker %s publishes no events: its cache is unknown; start the engine with "
                 "--kv-events-config and name its endpoint with events=",
                 worker.url,
             )
-            return
-        worker.follower = Follower(self._router, Rank(worker.url))
-        self._listener.follow(worker.follower, worker.spec.events, worker.spec.topic)
 
     async def _watch(self, worker: Worker) -> None:
         while True:

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
 from kvplug.router.core import Router
 from kvplug.server.fleet import Fleet
 from kvplug.server.prompts import Prompts
@@ -30,7 +31,11 @@ _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
 }
 _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
     "kvplug_event_messages": ("event messages received", lambda f: f.num_messages),
-    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.sequence.num_missed),
+    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.repair.num_missed),
+    "kvplug_event_restarts": ("engine restarts seen", lambda f: f.repair.num_restarts),
+    "kvplug_event_replays": ("replays asked for", lambda f: f.repair.num_replays),
+    "kvplug_event_replays_failed": ("replays without a use", lambda f: f.repair.num_failures),
+    "kvplug_event_messages_recovered": ("replayed", lambda f: f.repair.num_recovered),
     "kvplug_blocks_stored": ("blocks that the engine stored", lambda f: f.num_stored),
     "kvplug_blocks_removed": ("blocks that the engine removed", lambda f: f.num_removed),
 }
@@ -87,18 +92,19 @@ class _Readings(Collector):
         connected = GaugeMetricFamily(
             "kvplug_events_connected", "1 if the event stream is connected", labels=["worker"]
         )
-        complete = GaugeMetricFamily(
-            "kvplug_events_complete", "1 if no event of the worker was lost", labels=["worker"]
+        trust = GaugeMetricFamily(
+            "kvplug_trust", "1 for the level of trust that holds", labels=["worker", "level"]
         )
         skipped = CounterMetricFamily(
             "kvplug_events_skipped", "what could not be applied", labels=["worker", "reason"]
         )
         for url, follower in followers:
             connected.add_metric([url], follower.connected)
-            complete.add_metric([url], follower.connected and follower.incomplete is None)
+            for level in Trust:
+                trust.add_metric([url, level], follower.trust.level is level)
             for reason, count in follower.skipped.items():
                 skipped.add_metric([url, reason], count)
-        yield from (connected, complete, skipped)
+        yield from (connected, trust, skipped)
         for name, (text, read) in _OF_FOLLOWER.items():
             family = CounterMetricFamily(name, text, labels=["worker"])
             for url, follower in followers:

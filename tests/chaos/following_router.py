@@ -56,7 +56,7 @@ class FollowingRouter:
             "level": trust.level,
             "reason": trust.reason,
             "cure": trust.cure,
-            "last": follower.sequence.last,
+            "last": follower.repair.last,
             "num_messages": follower.num_messages,
             "skipped": dict(follower.skipped),
             "episodes": list(self._episodes),

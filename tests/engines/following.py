@@ -21,7 +21,7 @@ class Following:
 
             def has_everything(rank=rank, follower=follower):
                 num_batches = engine.ask_oracle(rank)["num_batches"]
-                return num_batches == 0 or follower.sequence.last == num_batches - 1
+                return num_batches == 0 or follower.repair.last == num_batches - 1
 
             wait_until(has_everything, f"every batch of rank {rank} has arrived")
         self._router.index.check()

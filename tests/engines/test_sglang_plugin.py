@@ -60,7 +60,7 @@ def settle(engine, followers):
     """Wait until every batch of what the engine did so far has arrived."""
     for rank, follower in enumerate(followers):
         last = drain(engine, rank) - 1
-        wait_until(lambda f=follower, n=last: f.sequence.last == n, "every batch has arrived")
+        wait_until(lambda f=follower, n=last: f.repair.last == n, "every batch has arrived")
 
 
 def apart(engine, router, rank=0):
@@ -111,7 +111,7 @@ def test_sglang_publishes_what_it_caches(serve):
         assert not oracle["numba_is_loaded"]
         assert oracle["num_events"]["BlockRemoved"] > 20
         assert oracle["num_events"]["AllBlocksCleared"] == 3  # one is the first of every server
-        assert (follower.sequence.num_missed, dict(follower.skipped)) == (0, {})
+        assert (follower.repair.num_missed, dict(follower.skipped)) == (0, {})
         check_predictions(engine, router, follower)
         check_discovery(engine, oracle)
         check_replay(engine)

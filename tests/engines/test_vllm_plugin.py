@@ -56,7 +56,7 @@ def test_vllm_serve_publishes_what_it_caches(serve, start_method):
         assert oracle["num_events"]["BlockRemoved"] > 100
         assert oracle["num_events"]["AllBlocksCleared"] == 2
         assert oracle["most_copies"] > 1
-        assert (follower.incomplete, follower.sequence.num_missed) == (None, 0)
+        assert (follower.trust.reason, follower.repair.num_missed) == (None, 0)
         assert not follower.skipped
         source = engine.event_sources()["0"]
         assert source["publisher"] == "kvplug"
@@ -82,7 +82,7 @@ def test_data_parallel_ranks_have_ports_of_their_own(serve):
         oracles = [engine.ask_oracle(rank) for rank in range(2)]
         assert [len(oracle["blocks"]) > 0 for oracle in oracles] == [True, True]
         assert [apart(engine, follows, rank) for rank in range(2)] == [(0, 0), (0, 0)]
-        assert [f.incomplete for f in follows.followers] == [None, None]
+        assert [f.trust.reason for f in follows.followers] == [None, None]
         assert sum(oracle["num_events"]["BlockRemoved"] for oracle in oracles) > 100
         assert {rank: source["endpoint"] for rank, source in engine.event_sources().items()} == {
             str(rank): f"tcp://{LOOPBACK}:{engine.events_port + rank}" for rank in range(2)

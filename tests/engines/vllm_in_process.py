@@ -55,7 +55,7 @@ class Following:
     def settle(self, engine):
         """Wait until every batch that the engine published is applied."""
         last = engine.num_batches - 1
-        wait_until(lambda: self.follower.sequence.last == last, "every batch has arrived")
+        wait_until(lambda: self.follower.repair.last == last, "every batch has arrived")
 
     def expected_tokens(self, tokens, salt):
         """What vLLM should find cached: whole blocks, and never the last token."""
@@ -187,7 +187,7 @@ def main(model_dir, port, publisher):
         "num_events": engine.num_events,
         "most_copies": engine.most_copies,
         "num_removed": follower.num_removed,
-        "incomplete": follower.incomplete,
+        "incomplete": follower.trust.reason,
         "skipped": dict(follower.skipped),
         "predictions": pairs,
     }

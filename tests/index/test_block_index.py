@@ -5,6 +5,7 @@ import pytest
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
+    BlockCopied,
     BlockRemoved,
     BlockStored,
     CxlState,
@@ -15,6 +16,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import as_tokens, seed_of
+from kvplug.index.applied import Refusal
 from kvplug.index.block_index import BlockIndex
 
 A, B = Rank("a"), Rank("b")
@@ -172,3 +174,16 @@ def test_many_ranks_and_blocks_make_everything_grow():
         index.remove_worker(f"w{number}")
     index.check()
     assert len(index) == 0
+
+
+def test_a_copy_named_by_engine_hash_alone_is_followed_where_its_content_is_known():
+    index = BlockIndex(4)
+    rank = Rank("w")
+    index.add_rank(rank)
+    stored = BlockStored(block_hashes=(1, 2), token_ids=tuple(range(8)), block_size=4)
+    copied = BlockCopied(block_hashes=(1, 2, 3), tier=Tier.HOST)
+    applied = index.apply(rank, EventBatch(events=(stored, copied)))
+    assert (applied.num_stored, applied.refused) == (4, {Refusal.NO_TOKENS.value: 1})
+    index.apply(rank, EventBatch(events=(BlockRemoved(block_hashes=(1, 2)),)))
+    assert sorted(index.engine_hashes_of(rank, Tier.HOST).tolist()) == [1, 2]
+    index.check()

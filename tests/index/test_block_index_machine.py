@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvplug import codec
 from kvplug.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,8 +16,9 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import as_tokens, seed_of
-from kvplug.index.applied import Refusal
+from kvplug.index.applied import Applied, Refusal
 from kvplug.index.block_index import BlockIndex
+from kvplug.records import read_payloads
 from tests.index.twin import TwinIndex, engine_hash
 
 BLOCK_SIZE = 2
@@ -147,5 +149,20 @@ class IndexMachine(RuleBasedStateMachine):
         assert not self.index.domains
 
 
+class RecordedIndexMachine(IndexMachine):
+    """The same, with the bytes of every event read and applied by the kernels where they can."""
+
+    def apply(self, rank, *events):
+        records = read_payloads([codec.encode(EventBatch(events=events))])
+        if records is None:
+            return super().apply(rank, *events)
+        applied, at = Applied(), 0
+        while at < records.num_events:
+            at = self.index.apply_records(rank, records, at, 1, applied)
+        return applied
+
+
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(stateful_step_count=30)
+TestRecordedIndexMachine = RecordedIndexMachine.TestCase
+TestRecordedIndexMachine.settings = settings(stateful_step_count=30)

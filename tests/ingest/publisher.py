@@ -10,7 +10,8 @@ TOPIC = b"kv@pod@model"
 
 def stored(first_token, num_blocks=1, block_size=4, **more):
     """A run of blocks whose names are derived from their first token."""
-    tokens = tuple(range(first_token, first_token + num_blocks * block_size))
+    num_tokens = num_blocks * block_size + more.get("bigrams", False)
+    tokens = tuple(range(first_token, first_token + num_tokens))
     names = tuple(1000 * first_token + i for i in range(num_blocks))
     return BlockStored(block_hashes=names, token_ids=tokens, block_size=block_size, **more)
 

@@ -1,10 +1,12 @@
 import logging
 
+import msgspec
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.events import AllBlocksCleared, BlockRemoved
+from kvplug.events import AllBlocksCleared, BlockCopied, BlockRemoved, Tier
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
 from tests.ingest.publisher import message, stored
 
 RANK = Rank("w")
@@ -28,7 +30,7 @@ def test_events_reach_the_index(router, follower):
     follower.receive(message(0, stored(1, 3)))
     follower.receive(message(1, BlockRemoved(block_hashes=(1002,))))
     assert len(router.index) == 2
-    assert (follower.num_stored, follower.num_removed, follower.incomplete) == (3, 1, None)
+    assert (follower.num_stored, follower.num_removed, follower.trust.reason) == (3, 1, None)
 
 
 def test_a_duplicate_is_not_applied_twice(router, follower):
@@ -42,10 +44,11 @@ def test_a_duplicate_is_not_applied_twice(router, follower):
 def test_a_gap_is_counted_and_named(router, follower, caplog):
     follower.receive(message(0, stored(1)))
     follower.receive(message(5, stored(9)))
-    assert len(router.index) == 2
-    assert follower.sequence.num_missed == 4
-    assert follower.incomplete == "4 event messages were lost"
-    assert "not all of its blocks are known: 4 event messages were lost" in caplog.text
+    assert len(router.index) == 1, "removals may be among what was lost"
+    assert follower.repair.num_missed == 4
+    assert follower.trust.level is Trust.STALE
+    assert follower.trust.reason == "4 event messages were lost"
+    assert "stale: 4 event messages were lost; start the engine with a replay" in caplog.text
 
 
 def test_a_restart_forgets_the_former_life(router, follower):
@@ -53,7 +56,7 @@ def test_a_restart_forgets_the_former_life(router, follower):
         follower.receive(message(number, stored(10 * number + 1)))
     follower.receive(message(0, stored(91)))
     assert router.index.engine_hashes_of(RANK).tolist() == [91_000]
-    assert follower.incomplete is None
+    assert follower.trust.reason is None
 
 
 def test_a_lost_connection_forgets_everything(router, follower):
@@ -63,25 +66,25 @@ def test_a_lost_connection_forgets_everything(router, follower):
     assert not follower.connected
     follower.on_connected()
     follower.receive(message(0, stored(5)))
-    assert (len(router.index), follower.incomplete) == (1, None)
+    assert (len(router.index), follower.trust.reason) == (1, None)
 
 
 def test_joining_late_is_said(follower):
     follower.receive(message(17, stored(1)))
-    assert follower.incomplete == "the router joined after the engine's first events"
+    assert follower.trust.reason == "the router joined after the engine's first events"
 
 
 def test_a_clear_makes_a_rank_complete_again(follower):
     follower.receive(message(17, stored(1)))
     follower.receive(message(18, AllBlocksCleared(), stored(5)))
-    assert follower.incomplete is None
+    assert follower.trust.reason is None
 
 
 def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):
     follower.receive(message(0, stored(1, parent=4711)))
     assert len(router.index) == 0
     assert follower.skipped == {"unknown_parent": 1}
-    assert follower.incomplete == "blocks came whose parents are unknown"
+    assert follower.trust.reason == "events could not be used: unknown_parent"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +92,6 @@ def test_an_unknown_parent_makes_the_rank_incomplete(router, follower):
     [
         [b"one frame"],
         [b"topic", b"short", b"\x93"],
-        [b"topic", (0).to_bytes(8, "big"), b"\xc1\xff garbage"],
-        [b"topic", (0).to_bytes(8, "big"), b""],
         [],
     ],
 )
@@ -103,6 +104,17 @@ def test_garbage_is_counted_skipped_and_logged_once(router, follower, caplog, ga
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "check that the endpoint is an event publisher" in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize("payload", [b"\xc1\xff garbage", b""])
+def test_a_message_that_is_no_batch_leaves_the_rank_incomplete(router, follower, caplog, payload):
+    for number in range(2):
+        follower.receive([b"topic", number.to_bytes(8, "big"), payload])
+    follower.receive(message(2, stored(1)))
+    assert follower.skipped == {"undecodable": 2}
+    assert len(router.index) == 1
+    assert follower.trust.reason == "events could not be used: undecodable"
+    assert caplog.text.count("check that the endpoint is an event publisher") == 1
 
 
 def test_a_wrong_block_size_is_named_with_the_cure(follower, caplog):
@@ -120,6 +132,31 @@ def test_removals_in_other_groups_of_a_hybrid_model_are_left_alone(router, follo
     assert len(router.index) == 0
 
 
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (BlockCopied(block_hashes=(1000,), tier=Tier.HOST), "no_tokens"),
+        (stored(1, bigrams=True), "bigram_tokens"),
+    ],
+)
+def test_what_the_index_cannot_take_makes_the_rank_incomplete(router, follower, event, reason):
+    follower.receive(message(0, event))
+    assert len(router.index) == 0
+    assert follower.skipped == {reason: 1}
+    assert follower.trust.reason == f"events could not be used: {reason}"
+
+
+def test_a_pooled_medium_is_named_once(follower, caplog):
+    caplog.set_level(logging.INFO)
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CXL"}
+    for number in range(2):
+        payload = msgspec.msgpack.encode([0.0, [removed], 0])
+        follower.receive([b"", number.to_bytes(8, "big"), payload])
+    assert caplog.text.count("blocks in CXL count as in host memory") == 1
+    assert "unknown_medium" not in follower.skipped
+
+
 def test_a_rank_that_is_not_routed_to_is_counted(follower):
     follower.receive(message(0, stored(1), dp_rank=3))
     assert follower.skipped == {"unknown_rank": 1}
+    assert Rank("w", 3) not in follower._applier.ranks, "or any number would be remembered"

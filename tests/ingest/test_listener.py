@@ -65,7 +65,7 @@ async def test_a_publisher_that_dies_and_returns_starts_over(router, listener, p
     # A number beyond the last one of the former life must not pass for its continuation.
     publisher.send(message(2, stored(21)))
     await until(lambda: blocks_of(router, "w0") == [21_000], "the new life is followed")
-    assert follower.incomplete == "the router joined after the engine's first events"
+    assert follower.trust.reason == "the router joined after the engine's first events"
 
 
 async def test_garbage_on_the_socket_harms_nobody(router, listener, publishers):
@@ -81,7 +81,7 @@ async def test_garbage_on_the_socket_harms_nobody(router, listener, publishers):
 
 async def test_a_failure_of_ours_does_not_end_the_thread(router, listener, publishers, caplog):
     class Broken(Follower):
-        def receive(self, frames):
+        def receive_many(self, messages):
             raise RuntimeError("a mistake of ours")
 
     broken, sound = Broken(router, Rank("w0")), Follower(router, Rank("w1"))

@@ -40,6 +40,11 @@ def test_a_malformed_worker_is_refused_with_the_form(text):
         ({"workers": ()}, "name at least one with --worker"),
         ({"workers": (WorkerSpec(url="http://a"),) * 2}, "'http://a' is named twice"),
         ({"port": 70_000}, "port must be in"),
+        ({"events_bind": "5557"}, "events_bind: expected an endpoint like"),
+        (
+            {"events_bind": "tcp://*:5557", "workers": (WorkerSpec(url="http://a", topic="kv"),)},
+            "expected a topic like kv@POD or kv@POD@MODEL, got 'kv'",
+        ),
         ({"max_body_bytes": 0}, "max_body_bytes must be above 0"),
         ({"grace_s": 0}, "grace_s must be above 0"),
         ({"health_interval_s": -1}, "health_interval_s must be above 0"),
@@ -56,6 +61,7 @@ def test_the_command_line_becomes_the_configuration():
     )
     assert (config.router.mode, config.router.block_size, config.port) == ("round_robin", 32, 0)
     assert (config.host, log_level) == ("127.0.0.1", "info")
+    assert config.events_bind is None
 
 
 @pytest.mark.parametrize(

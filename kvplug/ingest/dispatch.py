@@ -1,0 +1,131 @@
+"""One socket's messages to the followers of the workers whose topic they carry.
+
+In:  multipart messages of many publishers.   Out: each follower is told what its own worker said.
+
+Publishers that connect to a socket of ours are told apart by topic alone (kvplug/topics.py). When
+a peer leaves, nobody says which one, so every worker may have begun a new life. One that goes on
+with the next number is taken for the old one; the first break in its numbers starts it over, and
+is not taken for a mere gap.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from kvplug.errors import ConfigError
+from kvplug.ingest.follower import Follower
+from kvplug.topics import Topic
+
+logger = logging.getLogger(__name__)
+
+# Whoever connects can make topics up.
+_MAX_UNKNOWN_TOPICS = 100
+_MAX_LOGGED_CHARACTERS = 80
+_MAX_CACHED_TOPICS = 10_000
+_NUM_SEQUENCE_BYTES = 8
+
+
+class TopicDispatcher:
+    """add and remove followers; receive messages; on_peer_lost. Use it from one thread only.
+
+    Read: num_peers, num_lost (peers that left so far), and `unknown`, the messages that nobody
+    takes, by topic ("..." for all beyond the first hundred).
+    """
+
+    def __init__(self) -> None:
+        self.num_peers = self.num_lost = 0
+        self.unknown: Counter[str] = Counter()
+        self._followers: dict[Topic, Follower] = {}
+        self._by_frame: dict[bytes, Follower] = {}
+        self._suspects: set[Follower] = set()
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Those that were added."""
+        return list(self._followers.values())
+
+    def add(self, follower: Follower, topic: Topic) -> None:
+        """Hand the topic's messages to this follower; ConfigError if another one has them."""
+        taken = [other for other in self._followers if _overlap(topic, other)]
+        if taken:
+            raise ConfigError(
+                f"topic {str(topic)!r} of {follower.rank}: {self._followers[taken[0]].rank} has "
+                f"{str(taken[0])!r} already; expected a topic of its own for each worker"
+            )
+        self._followers[topic] = follower
+
+    def remove(self, follower: Follower) -> None:
+        """Its messages are unknown from now on."""
+        self._followers = {t: f for t, f in self._followers.items() if f is not follower}
+        self._by_frame = {t: f for t, f in self._by_frame.items() if f is not follower}
+        self._suspects.discard(follower)
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Hand one message to the follower that it is for. Never raises."""
+        frame = frames[0] if frames else b""
+        follower = self._by_frame.get(frame) or self._find(frame)
+        if follower is None:
+            return
+        try:
+            self._deliver(follower, frames)
+        except Exception:  # a mistake of ours with one worker must not deafen the others
+            logger.exception("%s: following its events failed, starting over", follower.rank)
+            follower.on_disconnected()
+
+    def on_peer_came(self) -> None:
+        """Somebody connected; whether it is a publisher, and of what, is seen when it speaks."""
+        self.num_peers += 1
+
+    def on_peer_lost(self) -> None:
+        """Some peer is gone; with the last one, all publishers are."""
+        self.num_peers, self.num_lost = max(0, self.num_peers - 1), self.num_lost + 1
+        if self.num_peers:
+            self._suspects |= set(self._followers.values())
+            return
+        self._suspects.clear()
+        for follower in self._followers.values():
+            follower.on_disconnected()
+
+    def _deliver(self, follower: Follower, frames: list[bytes]) -> None:
+        if follower in self._suspects and _breaks(follower.repair.last, frames):
+            self._suspects.discard(follower)
+            follower.on_disconnected()
+        if not follower.connected:
+            follower.on_connected()
+        follower.receive(frames)
+
+    def _find(self, frame: bytes) -> Follower | None:
+        text = frame.decode(errors="backslashreplace")
+        topic = Topic.parse(text)
+        for registered, follower in self._followers.items():
+            if topic is not None and registered.matches(topic):
+                if len(self._by_frame) < _MAX_CACHED_TOPICS:
+                    self._by_frame[frame] = follower
+                return follower
+        self._count_unknown(text)
+        return None
+
+    def _count_unknown(self, text: str) -> None:
+        text = text[:_MAX_LOGGED_CHARACTERS]
+        if text not in self.unknown:
+            if len(self.unknown) >= _MAX_UNKNOWN_TOPICS:
+                text = "..."
+            if text not in self.unknown:
+                self._name(text)
+        self.unknown[text] += 1
+
+    def _name(self, text: str) -> None:
+        known = ", ".join(repr(str(topic)) for topic in self._followers) or "none"
+        logger.warning("events with the unknown topic %r are ignored; known: %s", text, known)
+
+
+def _overlap(one: Topic, other: Topic) -> bool:
+    return one.matches(other) or other.matches(one)
+
+
+def _breaks(last: int | None, frames: list[bytes]) -> bool:
+    """Whether a numbered message neither follows the last one nor repeats it."""
+    if last is None or len(frames) != 3 or len(frames[1]) != _NUM_SEQUENCE_BYTES:
+        return False
+    return int.from_bytes(frames[1], "big") not in (last, last + 1)

@@ -1,0 +1,36 @@
+"""Live messages that wait for a replay to end.
+
+In:  numbers and payloads in the order of their arrival.   Out: the same, later.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+
+class HeldMessages:
+    """add, take; len."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._messages: list[tuple[int, bytes]] = []
+        self._num_bytes, self._max_bytes = 0, max_bytes
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add(self, number: int, payload: bytes) -> None:
+        """Keep a message, if there is room: what is left out is a gap, and asked for later."""
+        if self._num_bytes <= self._max_bytes:
+            self._messages.append((number, payload))
+            self._num_bytes += len(payload)
+
+    def take(self, first: int = 0) -> list[tuple[int, bytes]]:
+        """The messages from the first-th on; none is held any more."""
+        messages = self._messages[first:]
+        self._messages, self._num_bytes = [], 0
+        return messages
+
+
+def is_rising(messages: list[tuple[int, bytes]]) -> bool:
+    """Whether none overtook another."""
+    return all(one[0] < other[0] for one, other in pairwise(messages))

@@ -1,0 +1,95 @@
+"""How much of what an engine holds is known, and why not more.
+
+In:  what happened to its event stream.   Out: a TrustState, for scores, health and metrics.
+
+    EXACT   every event was seen: the index has the engine's blocks, no more and no less
+    STALE   something is missing or being repaired; what is known earns a part of its credit
+    BLIND   no usable events: nothing is known
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+
+class Trust(StrEnum):
+    """The level, as it is called in health and metrics."""
+
+    EXACT = "exact"
+    STALE = "stale"
+    BLIND = "blind"
+
+
+class TrustState(Struct, frozen=True):
+    """A level with its reason and what an operator can do; both None if it is EXACT."""
+
+    level: Trust
+    reason: str | None = None
+    cure: str | None = None
+
+
+EXACT = TrustState(Trust.EXACT)
+NEVER_CONNECTED = TrustState(
+    Trust.BLIND,
+    "its event stream was never connected",
+    "check that the engine runs, was started with --kv-events-config, and that events= names its "
+    "endpoint",
+)
+SILENT = TrustState(
+    Trust.BLIND,
+    "no event has arrived yet",
+    "none needed if the engine has stored nothing; otherwise check the topic and that the engine "
+    "was started with enable_kv_cache_events",
+)
+DISCONNECTED = TrustState(
+    Trust.BLIND, "its event stream is disconnected", "none, it is connected again by itself"
+)
+INTERRUPTED = TrustState(
+    Trust.STALE,
+    "its event stream is interrupted",
+    "none, what is missed meanwhile is asked for when it is back",
+)
+CATCHING_UP = TrustState(
+    Trust.STALE, "missed events are being replayed", "none, it is exact when the replay ends"
+)
+_NO_REPLAY = (
+    "start the engine with a replay_endpoint in --kv-events-config and name it with replay=; "
+    "until then it is exact again when its cache is reset or it restarts"
+)
+LATE_JOIN = TrustState(Trust.STALE, "the router joined after the engine's first events", _NO_REPLAY)
+UNNUMBERED = TrustState(
+    Trust.STALE,
+    "its messages have no numbers, so lost ones go unnoticed",
+    "use a publisher of vLLM 0.11 or SGLang 0.5 or newer",
+)
+MUTE = TrustState(
+    Trust.STALE,
+    "events are missing and the replay endpoint does not answer",
+    "check replay=; the engine is asked again after a pause",
+)
+
+
+def missing(num_messages: int) -> TrustState:
+    """A gap that nobody was asked about."""
+    return TrustState(Trust.STALE, f"{num_messages} event messages were lost", _NO_REPLAY)
+
+
+def truncated(num_messages: int) -> TrustState:
+    """A gap that the engine no longer has."""
+    return TrustState(
+        Trust.STALE,
+        f"{num_messages} event messages are gone from the engine's replay buffer",
+        "raise buffer_steps in --kv-events-config; it is exact again when the engine's cache is "
+        "reset or it restarts",
+    )
+
+
+def unusable(reason: str) -> TrustState:
+    """Events came in order, but were of no use."""
+    return TrustState(
+        Trust.STALE,
+        f"events could not be used: {reason}",
+        "docs/events.md says what it means and what to do",
+    )

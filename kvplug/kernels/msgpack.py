@@ -1,0 +1,241 @@
+"""Items of msgpack in a flat array of bytes, as far as event messages have them.
+
+In:  `data`, uint8[n], the position of an item, and `end`, where the payload ends.
+Out: what the item is, and the position behind it.
+
+Positions are int64, and -1 means "not read here". An item may be read past `end` before that is
+noticed, by at most PADDING bytes: the caller provides them. Unsigned positions in loops: signed
+ones are tested for wrap-around at every access. Twin: msgspec (tests/kernels/test_wire.py).
+
+The format is https://github.com/msgpack/msgpack/blob/master/spec.md (version 5).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels._jit import inlined
+
+Bytes = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Index = int | np.int64
+
+PADDING = 64
+FAILED = np.int64(-1)
+
+
+def packed(words: tuple[bytes, ...]) -> Bytes:
+    """Rows of 32 bytes: the length, then the word."""
+    rows = [bytes([len(word)]) + word.ljust(31, b"\0") for word in words]
+    return np.frombuffer(b"".join(rows), dtype=np.uint8).copy()
+
+
+# Token ids without branches: by first byte, how many bytes the integer has in all (0: none that is
+# read here), how far the four bytes behind the first are to be shifted, and the value in the first.
+_STEP = np.zeros(256, dtype=np.uint64)
+_STEP[:0x80], _STEP[0xCC], _STEP[0xCD], _STEP[0xCE] = 1, 2, 3, 5
+_SHIFT = np.full(256, 32, dtype=np.uint64)
+_SHIFT[0xCC], _SHIFT[0xCD], _SHIFT[0xCE] = 24, 16, 0
+_INLINE = np.zeros(256, dtype=np.uint64)
+_INLINE[:0x80] = np.arange(0x80)
+
+_0, _1, _2, _3, _4 = (np.uint64(n) for n in range(5))
+_8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
+
+
+@inlined
+def _four_bytes(data: Bytes, at: np.uint64) -> np.uint64:
+    # An unsigned position: signed ones are tested for wrap-around at every access.
+    high = (np.uint64(data[at]) << _24) | (np.uint64(data[at + _1]) << _16)
+    return high | (np.uint64(data[at + _2]) << _8) | np.uint64(data[at + _3])
+
+
+@inlined
+def _big_endian(data: Bytes, at: Index, num_bytes: Index) -> np.uint64:
+    value, here = _0, np.uint64(at)
+    until = here + np.uint64(num_bytes)
+    while here < until:
+        value = (value << _8) | np.uint64(data[here])
+        here += _1
+    return value
+
+
+@inlined
+def array_header(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(number of items, position of the first), or (-1, at)."""
+    first = data[at]
+    if 0x90 <= first <= 0x9F:
+        return np.int64(first & 0x0F), at + 1
+    if first == 0xDC:
+        return np.int64(_big_endian(data, at + 1, 2)), at + 3
+    if first == 0xDD:
+        return np.int64(_big_endian(data, at + 1, 4)), at + 5
+    return FAILED, at
+
+
+@inlined
+def map_header(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(number of fields, position of the first key), or (-1, at)."""
+    first = data[at]
+    if 0x80 <= first <= 0x8F:
+        return np.int64(first & 0x0F), at + 1
+    if first == 0xDE:
+        return np.int64(_big_endian(data, at + 1, 2)), at + 3
+    return FAILED, at
+
+
+@inlined
+def _string_header(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(number of bytes, position of the first), or (-1, at)."""
+    first = data[at]
+    if 0xA0 <= first <= 0xBF:
+        return np.int64(first & 0x1F), at + 1
+    if first == 0xD9:
+        return np.int64(data[at + 1]), at + 2
+    return FAILED, at
+
+
+@inlined
+def natural(data: Bytes, at: Index) -> tuple[np.uint64, Index]:
+    """(an integer >= 0, position behind it); position -1 if it is none."""
+    first = data[at]
+    if first < 0x80:
+        return np.uint64(first), at + 1
+    if first == 0xCE:
+        return _big_endian(data, at + 1, 4), at + 5
+    if first == 0xCD:
+        return _big_endian(data, at + 1, 2), at + 3
+    if first == 0xCC:
+        return np.uint64(data[at + 1]), at + 2
+    if first == 0xCF:
+        return _big_endian(data, at + 1, 8), at + 9
+    return np.uint64(0), FAILED
+
+
+@inlined
+def integer(data: Bytes, at: Index) -> tuple[np.uint64, Index]:
+    """As _natural, and negative ones modulo 2**64 (SGLang's hashes are signed)."""
+    first = data[at]
+    if first >= 0xE0:
+        return np.uint64(np.int64(first) - 256), at + 1
+    if 0xD0 <= first <= 0xD3:
+        num_bytes = np.int64(1) << np.int64(first - 0xD0)
+        value, bits = _big_endian(data, at + 1, num_bytes), np.uint64(8 * num_bytes)
+        if bits < np.uint64(64) and (value >> (bits - np.uint64(1))) != np.uint64(0):
+            value |= ~np.uint64(0) << bits
+        return value, at + 1 + num_bytes
+    return natural(data, at)
+
+
+@inlined
+def _is_word(data: Bytes, at: Index, length: Index, words: Bytes, row: Index) -> bool:
+    here, there = np.uint64(at), np.uint64(32 * row)
+    if words[there] != length:
+        return False
+    until = here + np.uint64(length)
+    while here < until:
+        there += _1
+        if data[here] != words[there]:
+            return False
+        here += _1
+    return True
+
+
+@inlined
+def word(data: Bytes, at: Index, words: Bytes, guess: Index) -> tuple[Index, Index]:
+    """(which of the words the string at `at` is, position behind it).
+
+    Number of words: none of them. -1: no string, or a long one. Engines name their fields in a
+    fixed order, so the one after the last is tried first.
+    """
+    length, start = _string_header(data, at)
+    num_words = len(words) // 32
+    if length < 0 or length > 31:
+        return FAILED, at
+    if guess < num_words and _is_word(data, start, length, words, guess):
+        return guess, start + length
+    for row in range(num_words):
+        if _is_word(data, start, length, words, row):
+            return row, start + length
+    return num_words, start + length
+
+
+@inlined
+def after_scalar(data: Bytes, at: Index, end: Index) -> Index:
+    """Behind nil, a bool, a number, or a string of ASCII; -1 for anything else."""
+    first = data[at]
+    if first <= 0x7F or first >= 0xE0 or first == 0xC0 or first == 0xC2 or first == 0xC3:
+        return at + 1
+    if first == 0xCA or first == 0xCB:
+        return at + (5 if first == 0xCA else 9)
+    if 0xCC <= first <= 0xD3:
+        return at + 1 + (np.int64(1) << np.int64((first - 0xCC) & 3))
+    length, start = _string_header(data, at)
+    if length < 0 or start + length > end:
+        return FAILED
+    for i in range(length):
+        if data[start + i] > 0x7F:
+            return FAILED
+    return start + length
+
+
+@inlined
+def after_nil(data: Bytes, at: Index) -> Index:
+    """Behind nil."""
+    return at + 1 if data[at] == 0xC0 else FAILED
+
+
+@inlined
+def after_nils(data: Bytes, at: Index, end: Index) -> Index:
+    """Behind nil, or an array of nils and empty arrays: keys that no block has."""
+    if data[at] == 0xC0:
+        return at + 1
+    num_items, at = array_header(data, at)
+    if num_items < 0 or at + num_items > end:
+        return FAILED
+    for i in range(num_items):
+        if data[at + i] != 0xC0 and data[at + i] != 0x90:
+            return FAILED
+    return at + num_items
+
+
+@inlined
+def read_names(data: Bytes, at: Index, end: Index, out: U64, first: Index) -> tuple[Index, Index]:
+    """(number of hashes, position behind them)."""
+    num_items, at = array_header(data, at)
+    if num_items < 0 or at + num_items > end:
+        return FAILED, FAILED
+    for i in range(num_items):
+        value, at = integer(data, at)
+        if at < 0 or at > end:
+            return FAILED, FAILED
+        out[first + i] = value
+    return num_items, at
+
+
+@inlined
+def read_tokens(data: Bytes, at: Index, end: Index, out: U32, first: Index) -> tuple[Index, Index]:
+    """(number of token ids, position behind them)."""
+    num_items, at = array_header(data, at)
+    if num_items < 0 or at + num_items > end:
+        return FAILED, FAILED
+    place, stop = np.uint64(at), np.uint64(end)
+    to, until = np.uint64(first), np.uint64(first + num_items)
+    while to < until and place < stop:
+        head = np.uint64(data[place])
+        step = _STEP[head]
+        if step == _0:
+            return FAILED, FAILED
+        out[to] = _INLINE[head] | (_four_bytes(data, place + _1) >> _SHIFT[head])
+        place += step
+        to += _1
+    return (num_items, np.int64(place)) if to == until else (FAILED, FAILED)
+
+
+@inlined
+def read_small(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(an integer in [0, 2**31), position behind it)."""
+    value, at = natural(data, at)
+    if at < 0 or (value >> np.uint64(31)) != np.uint64(0):
+        return FAILED, FAILED
+    return np.int64(value), at

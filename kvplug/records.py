@@ -1,0 +1,129 @@
+"""Many events as flat arrays: the form in which the common dialect goes from bytes to the index.
+
+In:  payloads of an event stream.   Out: Records, as far as the common dialect goes.
+
+`read_payloads` takes what plain prompts of full-attention models make of vLLM's and SGLang's event
+streams (kernels/wire.py says which form exactly); the first payload with anything else is left to
+kvplug/codec.py. What both read, they read equally.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineHash,
+    Event,
+    Namespace,
+    Tier,
+)
+from kvplug.kernels import wire as kernels
+from kvplug.kernels.msgpack import PADDING
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+MAX_BYTES = 2**18
+"""Of payloads in one run; what is longer is read by the codec."""
+
+_MIN_EVENT_BYTES = 16
+_PADDING = bytes(PADDING)
+
+
+@dataclass(slots=True)
+class Records:
+    """Events in order; arrays as described in kernels/wire.py, good until the next run is read.
+
+    num_events, num_payloads: how many; dp_rank: the data-parallel rank of all, None if not named.
+    """
+
+    records: I64
+    parents: U64
+    names: U64
+    tokens: U32
+    num_events: int
+    num_payloads: int
+    dp_rank: int | None
+
+    def num_blocks(self, number: int) -> int:
+        """Blocks of one event."""
+        return int(self.records[kernels.RECORD_WIDTH * number + kernels.NUM_NAMES])
+
+    def event(self, number: int) -> Event:
+        """One event in the words of kvplug/events.py."""
+        row = self.records[kernels.RECORD_WIDTH * number :][: kernels.RECORD_WIDTH].tolist()
+        kind, tier_number, first, num_names, first_token, num_tokens, block_size, has_parent = row
+        tier = None if tier_number < 0 else Tier(tier_number)
+        if kind == kernels.CLEARED:
+            return AllBlocksCleared(tier=tier)
+        names = tuple(map(EngineHash, self.names[first : first + num_names].tolist()))
+        if kind == kernels.REMOVED:
+            return BlockRemoved(block_hashes=names, tier=tier or Tier.DEVICE)
+        return BlockStored(
+            block_hashes=names,
+            token_ids=tuple(self.tokens[first_token : first_token + num_tokens].tolist()),
+            block_size=block_size,
+            parent=EngineHash(int(self.parents[number])) if has_parent else None,
+            namespace=None if has_parent else Namespace(),
+            tier=tier or Tier.DEVICE,
+        )
+
+
+def read_payloads(payloads: list[bytes]) -> Records | None:
+    """Read a run of payloads as far as it goes; None if the first is not of this dialect."""
+    num_payloads, num_bytes = 0, 0
+    for payload in payloads:
+        num_bytes += len(payload)
+        if num_bytes > MAX_BYTES:
+            break
+        num_payloads += 1
+    return _SCRATCH.read(payloads[:num_payloads]) if num_payloads else None
+
+
+class _Scratch(threading.local):
+    """Arrays to read into, of each thread, as large as its runs have needed."""
+
+    def __init__(self) -> None:
+        self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
+        self._reserve(2**12)
+
+    def read(self, payloads: list[bytes]) -> Records | None:
+        ends = np.cumsum([len(payload) for payload in payloads], dtype=np.int64)
+        data = np.frombuffer(b"".join((*payloads, _PADDING)), dtype=np.uint8)
+        if len(data) > len(self._tokens):
+            self._reserve(2 * len(data))
+        num_payloads = int(
+            kernels.read_payloads(
+                data, ends, self._records, self._parents, self._names, self._tokens, self._counts
+            )
+        )
+        if not num_payloads:
+            return None
+        num_events, _, _, dp_rank = self._counts.tolist()
+        return Records(
+            self._records,
+            self._parents,
+            self._names,
+            self._tokens,
+            num_events,
+            num_payloads,
+            None if dp_rank < 0 else dp_rank,
+        )
+
+    def _reserve(self, num_bytes: int) -> None:
+        num_events = num_bytes // _MIN_EVENT_BYTES + 1
+        self._records: I64 = np.empty(kernels.RECORD_WIDTH * num_events, dtype=np.int64)
+        self._parents: U64 = np.empty(num_events, dtype=np.uint64)
+        self._names: U64 = np.empty(num_bytes, dtype=np.uint64)
+        self._tokens: U32 = np.empty(num_bytes, dtype=np.uint32)
+
+
+_SCRATCH = _Scratch()

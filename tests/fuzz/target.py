@@ -1,0 +1,135 @@
+"""Who reads the messages, and what must hold after each one.
+
+In:  frames of a message.   Out: AssertionError for a rule that broke, any other error for a crash.
+
+1. Nothing raises.
+2. What was refused changed nothing: unless blocks were stored, removed or cleared, the index is
+   what it was; by its size after every message, by its whole content after some.
+3. The blocks of a worker change by its own messages only.
+4. `check()` finds the index sound.
+"""
+
+from contextlib import suppress
+
+import msgspec
+
+from kvplug import Rank, Router, RouterConfig, codec
+from kvplug.errors import DecodeError
+from kvplug.events import Tier
+from kvplug.ingest.dispatch import TopicDispatcher
+from kvplug.ingest.follower import Follower
+from kvplug.topics import Topic
+from tests.fuzz import corpus
+
+_RANKS = (Rank("fed"), Rank("fed", 1))
+_BYSTANDER = Rank("bystander")
+
+
+class WatchedRouter(Router):
+    """Knows whether anything was accepted since it was last asked."""
+
+    def __init__(self):
+        super().__init__(RouterConfig(block_size=corpus.BLOCK_SIZE))
+        self._accepted = False
+        self.add_worker("fed", dp_size=2)
+        self.add_worker("bystander")
+
+    def apply(self, rank, batch):
+        return self.note(super().apply(rank, batch))
+
+    def apply_records(self, rank, records):
+        return self.note(super().apply_records(rank, records))
+
+    def note(self, applied):
+        self._accepted |= bool(applied.num_stored or applied.num_removed or applied.num_cleared)
+        return applied
+
+    def clear(self, rank):
+        num_blocks = super().clear(rank)
+        self._accepted |= bool(num_blocks)
+        return num_blocks
+
+    def take_accepted(self):
+        accepted, self._accepted = self._accepted, False
+        return accepted
+
+
+class FollowerTarget:
+    """The whole path: frames, sequence, kernels or codec, index."""
+
+    name = "follower"
+
+    def __init__(self, rng):
+        self.router = WatchedRouter()
+        self.follower = Follower(self.router, _RANKS[0])
+        self.follower.on_connected()
+        for _ in range(30):
+            payload = msgspec.msgpack.encode(corpus.generated(rng))
+            self.router.apply(_BYSTANDER, codec.decode(payload))
+        self._bystander = self._blocks_of(_BYSTANDER)
+        self._size = len(self.router.index)
+        self.num_accepted = 0
+
+    def feed(self, frames):
+        """One message; says whether the index changed."""
+        self.router.take_accepted()
+        self.read(frames)
+        before, self._size = self._size, len(self.router.index)
+        accepted = self.router.take_accepted()
+        assert accepted or self._size == before, f"refused, but {before} blocks became {self._size}"
+        self.num_accepted += accepted
+        return accepted
+
+    def read(self, frames):
+        self.follower.receive(frames)
+
+    def feed_and_compare(self, frames):
+        """As `feed`, and the whole content is compared."""
+        before = self.content()
+        accepted = self.feed(frames)
+        assert accepted or self.content() == before, "refused, but blocks changed"
+
+    def check(self):
+        self.router.index.check()
+        assert self._blocks_of(_BYSTANDER) == self._bystander, "another worker's blocks changed"
+
+    def content(self):
+        """The engine hashes of the blocks that are held, per rank and tier."""
+        return {(rank, tier): self._blocks_of(rank, tier) for rank in _RANKS for tier in Tier}
+
+    def _blocks_of(self, rank, tier=None):
+        return sorted(self.router.index.engine_hashes_of(rank, tier).tolist())
+
+
+class DispatchTarget(FollowerTarget):
+    """The same behind a socket that engines share."""
+
+    name = "dispatch"
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self._dispatcher = TopicDispatcher()
+        self._dispatcher.add(self.follower, Topic("pod", "model"))
+        self._rng = rng
+
+    def read(self, frames):
+        if self._rng.random() < 0.01:
+            self._dispatcher.on_peer_came()
+            self._dispatcher.on_peer_came()
+            self._dispatcher.on_peer_lost()
+        self._dispatcher.receive(frames)
+
+
+class CodecTarget(FollowerTarget):
+    """The codec alone: plain messages, too, which the kernels read otherwise."""
+
+    name = "codec"
+
+    def read(self, frames):
+        with suppress(DecodeError):
+            batch = codec.decode(codec.parse_frames(frames).payload)
+            self.follower.skipped.update(batch.skipped)
+            self.follower.skipped.update(self.router.apply(_RANKS[0], batch).refused)
+
+
+TARGETS = {target.name: target for target in (FollowerTarget, CodecTarget, DispatchTarget)}

@@ -1,0 +1,169 @@
+"""Replays over real sockets: late joins, gaps, endpoints that are silent, wrong or gone."""
+
+import threading
+
+import pytest
+import zmq
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.errors import TransportError
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.listener import EventListener
+from kvplug.ingest.repair_settings import RepairSettings
+from kvplug.ingest.trust import Trust
+from tests.ingest.publisher import Publisher, message, stored
+from tests.waiting import until
+
+END = [b"", b"", b"\xff" * 8, b""]
+
+
+class ReplayServer:
+    """A ROUTER as vLLM's and SGLang's publishers have one; `history` is what it sends again."""
+
+    def __init__(self, *, with_topic=True):
+        self.history, self.asked, self._with_topic = [], [], with_topic
+        self.is_silent = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stopping.is_set():
+            if self._socket.poll(20):
+                client, _, start = self._socket.recv_multipart()
+                self.asked.append(int.from_bytes(start, "big"))
+                if not self.is_silent:
+                    self._answer(client, self.asked[-1])
+
+    def _answer(self, client, start):
+        for topic, number, payload in list(self.history):
+            if int.from_bytes(number, "big") >= start:
+                topics = [topic] if self._with_topic else []
+                self._socket.send_multipart([client, b"", *topics, number, payload])
+        self._socket.send_multipart([client, *END])
+
+    def close(self):
+        self._stopping.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher():
+    publisher = Publisher()
+    yield publisher
+    publisher.destroy()
+
+
+@pytest.fixture(params=[True, False], ids=["with topic", "without"])
+def server(request):
+    server = ReplayServer(with_topic=request.param)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def router():
+    router = Router(RouterConfig(block_size=4))
+    router.add_worker("w")
+    return router
+
+
+@pytest.fixture
+def follower(router):
+    settings = RepairSettings(answer_timeout_s=0.3, confirm_after_s=0.2, pause_s=0.5)
+    return Follower(router, Rank("w"), settings=settings)
+
+
+@pytest.fixture
+def listener():
+    listener = EventListener()
+    listener.start()
+    yield listener
+    listener.stop()
+
+
+def names(router):
+    return sorted(int(n) for n in router.index.engine_hashes_of(Rank("w")))
+
+
+async def test_a_late_join_and_a_gap_are_filled(router, follower, listener, publisher, server):
+    server.history = [message(n, stored(10 * n + 1)) for n in range(3)]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: follower.trust.level is Trust.EXACT, "the late join is exact")
+    assert names(router) == [1000, 11_000, 21_000]
+    server.history += [message(n, stored(10 * n + 1)) for n in range(3, 6)]
+    publisher.send(server.history[5])
+    await until(lambda: len(names(router)) == 6, "the gap is filled")
+    await until(lambda: follower.trust.level is Trust.EXACT, "it is exact again")
+    assert follower.repair.num_missed == 2
+    assert follower.repair.last_repair_s < 10
+
+
+async def test_a_loss_at_the_end_is_found_in_the_silence(
+    router, follower, listener, publisher, server
+):
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    server.history = [message(0, stored(1)), message(1, stored(11))]
+    publisher.send(server.history[0])  # and the other one is lost
+    await until(lambda: names(router) == [1000, 11_000], "the silence is noticed")
+
+
+async def test_another_life_behind_a_connection_that_stays(
+    router, follower, listener, publisher, server
+):
+    server.history = [message(n, stored(10 * n + 1)) for n in range(2)]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: len(names(router)) == 2, "the first life is known")
+    server.history = [message(n, stored(500 + 10 * n)) for n in range(4)]
+    publisher.send(server.history[3])
+    await until(lambda: names(router) == [500_000, 510_000, 520_000, 530_000], "the other one is")
+    await until(lambda: follower.trust.level is Trust.EXACT, "it is exact")
+    assert follower.repair.num_restarts == 1
+
+
+async def test_what_the_buffer_no_longer_has_is_named(
+    router, follower, listener, publisher, server
+):
+    server.history = [message(n, stored(10 * n + 1)) for n in range(5, 8)]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: len(names(router)) == 3, "what there is is known")
+    await until(lambda: follower.replay_order is None, "the replay has ended")
+    assert follower.trust.level is Trust.STALE
+    assert follower.trust.reason == "5 event messages are gone from the engine's replay buffer"
+    assert "buffer_steps" in follower.trust.cure
+
+
+async def test_a_silent_endpoint_is_named_and_asked_again(
+    router, follower, listener, publisher, server
+):
+    server.is_silent = True
+    server.history = [message(n, stored(10 * n + 1)) for n in range(2)]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: "does not answer" in (follower.trust.reason or ""), "it is named")
+    assert follower.repair.num_failures == 3
+    server.is_silent = False
+    await until(lambda: follower.trust.level is Trust.EXACT, "it is asked again")
+    assert names(router) == [1000, 11_000]
+
+
+async def test_events_arrive_though_nobody_replays(router, follower, listener, publisher):
+    listener.follow(follower, publisher.endpoint, replay="tcp://127.0.0.1:9")
+    publisher.wait_for_a_subscriber()
+    publisher.send(message(0, stored(1)))
+    await until(lambda: names(router) == [1000], "the live message is applied in the end")
+    assert follower.trust.level is Trust.STALE
+
+
+def test_a_replay_endpoint_that_is_none_is_refused(follower, listener, publisher):
+    with pytest.raises(TransportError, match="nonsense"):
+        listener.follow(follower, publisher.endpoint, replay="nonsense")

@@ -1,0 +1,63 @@
+"""Queries go between two slices of ingestion, and ingestion excludes other ingestion."""
+
+import threading
+
+import pytest
+
+from kvplug.router.query_first_lock import QueryFirstLock
+
+TIMEOUT_S = 10.0
+
+
+def test_a_query_waits_for_one_slice_only():
+    lock, log = QueryFirstLock(), []
+    held, asked = threading.Event(), threading.Event()
+
+    def ingest():
+        with lock.patiently as turn:
+            for number in range(3):
+                log.append(number)
+                held.set()
+                asked.wait(TIMEOUT_S)
+                while number == 0 and not lock.is_wanted:
+                    pass  # the query is about to ask
+                turn.give_way()
+
+    thread = threading.Thread(target=ingest)
+    thread.start()
+    held.wait(TIMEOUT_S)
+    asked.set()
+    with lock:
+        log.append("query")
+    thread.join(TIMEOUT_S)
+    assert log == [0, "query", 1, 2]
+
+
+def test_ingestion_excludes_ingestion_over_all_its_slices():
+    lock, log = QueryFirstLock(), []
+    began = threading.Barrier(2)
+
+    def ingest(name):
+        began.wait(TIMEOUT_S)
+        with lock.patiently as turn:
+            for _ in range(50):
+                log.append(name)
+                turn.give_way()
+
+    threads = [threading.Thread(target=ingest, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert "".join(log) in ("a" * 50 + "b" * 50, "b" * 50 + "a" * 50)
+
+
+def test_an_exception_leaves_the_lock_free():
+    lock = QueryFirstLock()
+    for context in (lock, lock.patiently):
+        with pytest.raises(ValueError, match="inside"), context:
+            raise ValueError("inside")
+    with lock:
+        pass
+    with lock.patiently:
+        pass

@@ -1,0 +1,135 @@
+"""A subscription on real sockets: both forms, and a peer whose machine is gone."""
+
+import select
+import socket
+import threading
+
+import pytest
+import zmq
+
+from kvplug.errors import TransportError
+from kvplug.transports.zmq import Connection, ZmqSubscription
+from tests.waiting import until
+
+
+class Relay:
+    """A TCP connection through here goes silent on request, as when a cable is pulled."""
+
+    def __init__(self, endpoint):
+        self._target = int(endpoint.rpartition(":")[2])
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(10)
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._ends, self._wake = [], socket.socketpair()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def freeze(self):
+        self._wake[0].send(b"\0")
+        self._thread.join()
+
+    def close(self):
+        self.freeze()
+        for each in (*self._ends, *self._wake, self._server):
+            each.close()
+
+    def _run(self):
+        self._ends = [
+            self._server.accept()[0],
+            socket.create_connection(("127.0.0.1", self._target)),
+        ]
+        while True:
+            ready, _, _ = select.select([*self._ends, self._wake[1]], [], [])
+            if self._wake[1] in ready:
+                return
+            for end in ready:
+                self._ends[self._ends.index(end) - 1].sendall(end.recv(65536))
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def opened(context):
+    """Makes subscriptions, and closes them."""
+    subscriptions = []
+
+    def open_(endpoint, topic="", **options):
+        subscriptions.append(ZmqSubscription(context, endpoint, topic, **options))
+        return subscriptions[-1]
+
+    yield open_
+    for subscription in subscriptions:
+        subscription.close()
+
+
+@pytest.fixture
+def publisher(context):
+    with context.socket(zmq.XPUB) as publisher:
+        publisher.linger = 0
+        yield publisher
+
+
+@pytest.fixture
+def relayed():
+    """Makes relays, and closes them."""
+    relays = []
+
+    def to(endpoint):
+        relays.append(Relay(endpoint))
+        return relays[-1]
+
+    yield to
+    for relay in relays:
+        relay.close()
+
+
+async def changes_of(subscription, change):
+    changes = []
+
+    def has_come():
+        changes.extend(subscription.connection_changes())
+        return change in changes
+
+    await until(has_come, f"the subscription is told: {change.value}")
+
+
+@pytest.mark.parametrize("bind", [False, True])
+async def test_a_peer_that_goes_silent_is_gone(publisher, relayed, opened, bind):
+    if bind:
+        subscription = opened("tcp://127.0.0.1:*", bind=True, heartbeat_s=0.1)
+        relay = relayed(subscription.endpoint)
+        publisher.connect(relay.endpoint)
+    else:
+        publisher.bind("tcp://127.0.0.1:*")
+        relay = relayed(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
+        subscription = opened(relay.endpoint, heartbeat_s=0.1)
+    await changes_of(subscription, Connection.CAME)
+
+    def is_subscribed():
+        subscription.sockets[0].poll(0)  # a SUB socket subscribes when it is looked at
+        return publisher.poll(0)
+
+    await until(is_subscribed, "the subscription arrives")
+    publisher.send_multipart([b"topic", b"said"])
+    await until(lambda: subscription.sockets[0].poll(0), "a message passes")
+    assert subscription.receive(10) == [[b"topic", b"said"]]
+    relay.freeze()
+    await changes_of(subscription, Connection.WENT)
+
+
+def test_an_endpoint_is_bound_with_its_port(opened):
+    subscription = opened("tcp://127.0.0.1:*", bind=True)
+    assert int(subscription.endpoint.rpartition(":")[2]) > 0
+    with pytest.raises(TransportError, match=r"cannot renew .*: other publishers use it as well"):
+        subscription.renew()
+
+
+def test_an_endpoint_that_is_taken_is_refused(opened):
+    taken = opened("tcp://127.0.0.1:*", bind=True).endpoint
+    with pytest.raises(TransportError, match=r"cannot bind .*Address already in use"):
+        opened(taken, bind=True)
