@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.chaos.engines import ENGINES
 from tests.chaos.report import defects, header, row, spread
 from tests.chaos.rig import Rig
-from tests.chaos.scenarios import NUM_MESSAGES, SCENARIOS
+from tests.chaos.scenarios import NUM_MESSAGES, SCENARIOS, scenarios
 
 
 def main():
@@ -42,13 +42,13 @@ def _arguments():
 
 
 def _run_engine(engine_name, arguments):
-    wanted = [scenario for scenario in SCENARIOS if scenario.name in arguments.only]
-    for buffer_steps, scenarios in groupby(wanted, key=lambda scenario: scenario.buffer_steps):
+    wanted = scenarios(arguments.only)
+    for buffer_steps, together in groupby(wanted, key=lambda scenario: scenario.buffer_steps):
         with _folder(arguments.logs, f"{engine_name}-{buffer_steps}") as folder:
             engine = ENGINES[engine_name](folder, buffer_steps=buffer_steps)
             try:
                 engine.start()
-                for scenario in scenarios:
+                for scenario in together:
                     with Rig(engine, folder, arguments.seed, **scenario.rig) as rig:
                         yield engine.name, scenario, _outcome(scenario, rig, arguments.messages)
             finally:

@@ -30,6 +30,7 @@ class FollowingRouter:
         self._follower = Follower(self._router, RANK)
         self._listener = EventListener()
         self._episodes = []  # [when trust was lost, when it was won back, why it was lost]
+        self._moved_at = 0.0
 
     def start(self, events, replay):
         self._listener.start()
@@ -38,8 +39,11 @@ class FollowingRouter:
 
     def _watch_trust(self):
         lost_at, why, pause = time.monotonic(), "not connected yet", threading.Event()
+        last = None
         while not pause.wait(_SAMPLE_S):
             trust = self._follower.trust
+            if last != self._follower.repair.last:
+                last, self._moved_at = self._follower.repair.last, time.monotonic()
             is_exact = trust.level is Trust.EXACT
             if is_exact and lost_at is not None:
                 self._episodes.append((lost_at, time.monotonic(), why))
@@ -60,6 +64,7 @@ class FollowingRouter:
             "num_messages": follower.num_messages,
             "skipped": dict(follower.skipped),
             "episodes": list(self._episodes),
+            "moved_at": self._moved_at,
         }
 
     def _blocks(self):

@@ -58,9 +58,9 @@ def spread(repairs_s):
 
 def _repair_cells(outcome):
     repairs = outcome.repairs_s
-    if not repairs:
-        return 0, "", "", _ms(outcome.after_fault_s)
-    return len(repairs), _ms(median(repairs)), _ms(max(repairs)), _ms(outcome.after_fault_s)
+    p50_and_max = (_ms(median(repairs)), _ms(max(repairs))) if repairs else ("", "")
+    after_fault = "" if outcome.after_fault_s is None else _ms(outcome.after_fault_s)
+    return len(repairs), *p50_and_max, after_fault
 
 
 def _ms(seconds):

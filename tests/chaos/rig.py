@@ -25,7 +25,8 @@ class Outcome:
     """What was done to the messages, what became of the index, and how long repairs took.
 
     repairs_s: per time that trust was lost, how long until it was won back, without the time for
-    which there was no connection; after_fault_s: from the fault's end to trust, 0 if it was there.
+    which there was no connection; after_fault_s: from the fault's end until every message was known
+    and trusted, the next request included; None where the fault has no end of its own.
     """
 
     num_messages: int
@@ -37,7 +38,7 @@ class Outcome:
     reason: str | None
     cure: str | None
     repairs_s: tuple
-    after_fault_s: float
+    after_fault_s: float | None
 
 
 class Rig:
@@ -50,7 +51,7 @@ class Rig:
         self._folder, self._seed = folder, seed
         self.workload = Workload(engine, seed)
         self._num_episodes_before = 0
-        self._healed_at = 0.0
+        self._healed_at = None
 
     def __enter__(self):
         with ExitStack() as started:
@@ -149,7 +150,8 @@ class Rig:
         held = self.engine.held()
         state, in_index = self.router.state(), self.router.blocks()
         episodes = state["episodes"][self._num_episodes_before :]
-        last_won_at = max((won_at for _, won_at, _ in episodes), default=0.0)
+        settled_at = max((won_at for _, won_at, _ in episodes), default=0.0)
+        settled_at = max(settled_at, state["moved_at"])
         return Outcome(
             num_messages=self.proxy.num_seen,
             counts=dict(self.proxy.counts),
@@ -160,7 +162,7 @@ class Rig:
             reason=state["reason"],
             cure=state["cure"],
             repairs_s=tuple(self._repair_s(*episode) for episode in episodes),
-            after_fault_s=max(0.0, last_won_at - self._healed_at) if self._healed_at else 0.0,
+            after_fault_s=None if self._healed_at is None else settled_at - self._healed_at,
         )
 
     def _repair_s(self, lost_at, won_at, _why):

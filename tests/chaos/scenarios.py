@@ -80,7 +80,6 @@ def _late_join(rig, num_messages):
 def _engine_killed(rig, num_messages):
     rig.work(num_messages // 2)
     rig.kill_engine()
-    rig.heal()
     rig.work(num_messages // 2)
 
 
@@ -187,3 +186,9 @@ SCENARIOS = (
         buffer_steps=SMALL_BUFFER,
     ),
 )
+
+
+def scenarios(names):
+    """Those of the names, in the order of SCENARIOS; KeyError if there is none of a name."""
+    by_name = {scenario.name: scenario for scenario in SCENARIOS}
+    return sorted((by_name[name] for name in names), key=SCENARIOS.index)

@@ -5,11 +5,10 @@ import pytest
 from tests.chaos.engines import SglangEngine, VllmEngine
 from tests.chaos.report import defects, row
 from tests.chaos.rig import Rig
-from tests.chaos.scenarios import SCENARIOS
+from tests.chaos.scenarios import scenarios
 
 NUM_MESSAGES = 60
 FAULTS = ("all of these", "connection cut", "router killed", "engine killed")
-SHORT_FORM = [scenario for scenario in SCENARIOS if scenario.name in FAULTS]
 
 
 @pytest.fixture(scope="module", params=[VllmEngine, SglangEngine], ids=lambda kind: kind.name)
@@ -22,7 +21,7 @@ def engine(request, tmp_path_factory):
         engine.process.stop()
 
 
-@pytest.mark.parametrize("scenario", SHORT_FORM, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", scenarios(FAULTS), ids=lambda scenario: scenario.name)
 def test_the_index_ends_equal_to_what_the_engine_holds(engine, scenario, tmp_path):
     with Rig(engine, tmp_path, seed=1, **scenario.rig) as rig:
         outcome = scenario.run(rig, NUM_MESSAGES)
