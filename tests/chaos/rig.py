@@ -48,7 +48,7 @@ class Rig:
         self.engine = engine
         self.proxy = EventProxy(engine.events_endpoint, hides_restarts=hides_restarts)
         self._replay = engine.replay_endpoint if has_replay else None
-        self._folder, self._seed = folder, seed
+        self._folder, self.seed = folder, seed
         self.workload = Workload(engine, seed)
         self._num_episodes_before = 0
         self._healed_at = None
@@ -75,7 +75,7 @@ class Rig:
         self._num_episodes_before = len(self.router.state()["episodes"])
 
     def inject(self, **odds):
-        self.proxy.inject(FaultPlan(Odds(**odds), self._seed))
+        self.proxy.inject(FaultPlan(Odds(**odds), self.seed))
 
     def heal(self):
         self.proxy.heal()

@@ -5,6 +5,7 @@ In:  a rig whose router trusts its index.   Out: the rig at rest, and its Outcom
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 from tests.chaos.rig import Outcome, Rig
 
@@ -136,6 +137,25 @@ def _late_join_beyond_buffer(rig, num_messages):
     rig.tick(1)
 
 
+def _everything(rig, num_messages):
+    """Whatever the seed says, in any order, while messages are lost, late and doubled."""
+    random = Random(rig.seed)
+    orders = (_cut_once, _cut_once, Rig.kill_router, Rig.kill_router, Rig.kill_engine)
+    rig.inject(**HARM)
+    for _ in range(8):
+        rig.work(num_messages // 8)
+        random.choice(orders)(rig)
+    rig.work(num_messages // 4)
+    rig.heal()
+    rig.tick(1)
+
+
+def _cut_once(rig):
+    rig.proxy.cut()
+    rig.work(10)
+    rig.proxy.restore()
+
+
 HARM = {"drop": 0.03, "duplicate": 0.05, "hold": 0.05, "delay": 0.01, "max_burst": 5}
 
 SCENARIOS = (
@@ -157,6 +177,8 @@ SCENARIOS = (
         act=_engine_overtakes_unseen,
         rig={"hides_restarts": True},
     ),
+    Scenario(name="everything", act=_everything),
+    Scenario(name="everything, a broker between", act=_everything, rig={"hides_restarts": True}),
     Scenario(name="late join, long history", act=_late_join),
     Scenario(
         name="gap, no replay endpoint",
