@@ -7,6 +7,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -21,12 +22,15 @@ from tests.chaos.scenarios import NUM_MESSAGES, SCENARIOS, scenarios
 def main():
     arguments = _arguments()
     print(header(), flush=True)
-    began_at, repairs_s, is_bad = time.monotonic(), [], False
-    for engine_name in arguments.engine:
-        for result in _run_engine(engine_name, arguments):
-            is_bad |= _tell(*result)
-            repairs_s += result[-1].repairs_s
-    print(f"\n{spread(repairs_s)}; {time.monotonic() - began_at:.0f} s in all")
+    began_at, repairs_s, is_bad = time.monotonic(), defaultdict(list), False
+    for engine_name, scenario, outcome in _run(arguments):
+        is_bad |= _tell(engine_name, scenario, outcome)
+        if scenario.is_repairable:
+            repairs_s[engine_name] += outcome.repairs_s
+    print()
+    for engine_name, each in repairs_s.items():
+        print(f"{engine_name}: {spread(each)}")
+    print(f"{time.monotonic() - began_at:.0f} s in all, seed {arguments.seed}")
     return int(is_bad)
 
 
@@ -39,6 +43,11 @@ def _arguments():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, help="an empty folder, where logs are kept")
     return parser.parse_args()
+
+
+def _run(arguments):
+    for engine_name in arguments.engine:
+        yield from _run_engine(engine_name, arguments)
 
 
 def _run_engine(engine_name, arguments):

@@ -127,6 +127,8 @@ class EventProxy:
 
     def _note_change(self, event):
         self.is_upstream_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.is_upstream_connected:
+            self.restored_at.append(time.monotonic())
         if self._hides_restarts or self._is_cut:
             return
         if self.is_upstream_connected:
@@ -177,6 +179,7 @@ class EventProxy:
     def _restore(self):
         self._is_cut = False
         self._open()
+        self.restored_at.append(time.monotonic())
 
     def _close(self):
         if self._downstream is not None:
@@ -188,7 +191,6 @@ class EventProxy:
             self._downstream = self._context.socket(zmq.XPUB)
             self._downstream.setsockopt(zmq.SNDHWM, 0)
             wait_until(self._bind, "the proxy's port is free again", timeout_s=_LIMIT_S)
-            self.restored_at.append(time.monotonic())
 
     def _bind(self):
         try:

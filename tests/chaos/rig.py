@@ -51,6 +51,7 @@ class Rig:
         self._folder, self.seed = folder, seed
         self.workload = Workload(engine, seed)
         self._num_episodes_before = 0
+        self._repairs_s = []  # of routers that were killed
         self._healed_at = None
 
     def __enter__(self):
@@ -95,6 +96,7 @@ class Rig:
 
     def kill_router(self):
         """SIGKILL; its successor is a late joiner."""
+        self._repairs_s += self._repairs_of(self.router.state())
         self.router.kill_and_restart()
         self._num_episodes_before = 0
 
@@ -149,8 +151,7 @@ class Rig:
         """How it stands now."""
         held = self.engine.held()
         state, in_index = self.router.state(), self.router.blocks()
-        episodes = state["episodes"][self._num_episodes_before :]
-        settled_at = max((won_at for _, won_at, _ in episodes), default=0.0)
+        settled_at = max((won_at for _, won_at, _ in state["episodes"]), default=0.0)
         settled_at = max(settled_at, state["moved_at"])
         return Outcome(
             num_messages=self.proxy.num_seen,
@@ -161,9 +162,13 @@ class Rig:
             level=state["level"],
             reason=state["reason"],
             cure=state["cure"],
-            repairs_s=tuple(self._repair_s(*episode) for episode in episodes),
+            repairs_s=(*self._repairs_s, *self._repairs_of(state)),
             after_fault_s=None if self._healed_at is None else settled_at - self._healed_at,
         )
+
+    def _repairs_of(self, state):
+        episodes = state["episodes"][self._num_episodes_before :]
+        return [self._repair_s(*episode) for episode in episodes]
 
     def _repair_s(self, lost_at, won_at, _why):
         opened_at = max((at for at in self.proxy.restored_at if at <= won_at), default=lost_at)

@@ -25,6 +25,11 @@ class Scenario:
     begins_empty: bool = False
     rig: dict = field(default_factory=dict)
 
+    @property
+    def is_repairable(self):
+        """Whether what is missing can be replayed."""
+        return not self.begins_empty
+
     def run(self, rig, num_messages=NUM_MESSAGES) -> Outcome:
         if self.begins_empty:  # what came before cannot be replayed
             rig.engine.empty_cache()

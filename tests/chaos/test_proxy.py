@@ -99,7 +99,7 @@ def test_what_is_said_while_it_is_cut_is_lost(engine, proxy, client):
     send(engine, proxy, range(5))
     assert proxy.counts["cut off"] == 5
     proxy.restore()
-    assert proxy.endpoint == endpoint
+    assert (proxy.endpoint, len(proxy.restored_at)) == (endpoint, 2)
     wait_for_return(proxy, client)
     engine.send(message(5, stored(5)))
     assert received(client, 1) == [5]
@@ -117,4 +117,4 @@ def test_the_death_of_the_engine_is_seen_through_it_unless_a_broker_hides_it(
         engine.open()
         wait_until(lambda: proxy.is_upstream_connected, "the proxy is back")
         wait_for_return(proxy, client)
-        assert len(proxy.restored_at) == 2 - hides_restarts
+        assert len(proxy.restored_at) == 2
