@@ -78,6 +78,10 @@ bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; min
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
+.PHONY: chaos
+chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault
+	$(BIN)/python -m tests.chaos
+
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

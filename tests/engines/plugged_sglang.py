@@ -23,7 +23,7 @@ class PluggedSglang:
     """One server; a context manager that waits until it serves and stops it at the end."""
 
     def __init__(self, python, model_dir, plugin, folder, *, is_stock=False, events=(), dp_size=1):
-        path = os.pathsep.join([str(plugin), str(ORACLE)])
+        path = os.pathsep.join(str(each) for each in (plugin, ORACLE) if each)
         self._oracle = folder / f"oracle.{len(list(folder.iterdir()))}"  # a socket is bound once
         cores = "|".join(str(rank) for rank in range(dp_size))  # SGLang wants to know, rank by rank
         env = {"SGLANG_CPU_OMP_THREADS_BIND": cores} if dp_size > 1 else {}

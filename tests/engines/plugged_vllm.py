@@ -1,7 +1,8 @@
 """`vllm serve` with kvplug installed beside it, and the oracle that knows what it caches.
 
-In:  an interpreter that has vLLM, a model's folder, a PYTHONPATH with the plug-ins.
-Out: an OpenAI server that publishes through kvplug, and per rank its block pool when asked.
+In:  an interpreter that has vLLM, a model's folder, a folder with kvplug installed (None leaves
+     publishing to vLLM's own publisher).
+Out: an OpenAI server that publishes, and per rank its block pool when asked.
 """
 
 import json
@@ -43,8 +44,7 @@ class PluggedVllm:
         self._endpoint, self._folder = Endpoint(http_port), folder
         config = {
             "enable_kv_cache_events": True,
-            "publisher": "kvplug",
-            "endpoint": f"tcp://{LOOPBACK}:{self.events_port}",
+            **(self._stock_events() if plugins is None else self._kvplug_events()),
             "topic": f"kv@pod@{MODEL}",
             **dict(events),
         }
@@ -59,9 +59,20 @@ class PluggedVllm:
             "vllm-serve", command, log_path=folder / "vllm.log", env=self._env(plugins, dict(env))
         )
 
+    def _kvplug_events(self):
+        return {"publisher": "kvplug", "endpoint": f"tcp://{LOOPBACK}:{self.events_port}"}
+
+    def _stock_events(self):
+        # vLLM 0.32's own publisher binds a tcp endpoint only if it holds a `*`.
+        return {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events_port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+        }
+
     def _env(self, plugins, more):
         inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN_ENV}
-        path = os.pathsep.join([str(plugins), str(ORACLE)])
+        path = os.pathsep.join(str(folder) for folder in (plugins, ORACLE) if folder)
         mine = {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._folder / "oracle")}
         return inherited | ENGINE_ENV | mine | more
 

@@ -58,8 +58,11 @@ class Oracle:
         self._num_batches, self._num_events, self._most_copies = 0, {}, 1
 
     def start(self):
+        path = f"{os.environ['ORACLE_SOCKET']}.{self._rank}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of an engine that was killed
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"{os.environ['ORACLE_SOCKET']}.{self._rank}")
+        listener.bind(path)
         listener.listen()
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 

@@ -10,6 +10,7 @@ request's own prefix takes. What nobody asked for shows in the number of slots. 
 nothing and goes by no event.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -54,8 +55,11 @@ class Oracle:
         publisher.publish = self._count_and_publish
         self.num_drains = 0
         self._num_batches, self._num_events = 0, {}
+        path = f"{os.environ['ORACLE_SOCKET']}.{rank}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of an engine that was killed
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"{os.environ['ORACLE_SOCKET']}.{rank}")
+        listener.bind(path)
         listener.listen()
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
 

@@ -1,0 +1,90 @@
+"""A router that follows one engine, as a program: python -m tests.chaos.following_router.
+
+In:  where the events are, where replays are, the block size, a unix socket for questions.
+Out: "state": how far it is and what it trusts; "blocks": the engine's ids of the blocks that its
+index has, once the index has checked itself.
+"""
+
+import argparse
+import logging
+import threading
+import time
+from pathlib import Path
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.listener import EventListener
+from kvplug.ingest.trust import Trust
+from tests.chaos.asking import answer_in_background
+
+RANK = Rank("engine")
+_SAMPLE_S = 0.001
+
+
+class FollowingRouter:
+    """start, then answer."""
+
+    def __init__(self, block_size):
+        self._router = Router(RouterConfig(block_size=block_size))
+        self._router.add_worker(RANK.worker)
+        self._follower = Follower(self._router, RANK)
+        self._listener = EventListener()
+        self._episodes = []  # [when trust was lost, when it was won back, why it was lost]
+        self._moved_at = 0.0
+
+    def start(self, events, replay):
+        self._listener.start()
+        self._listener.follow(self._follower, events, replay=replay)
+        threading.Thread(target=self._watch_trust, daemon=True).start()
+
+    def _watch_trust(self):
+        lost_at, why, pause = time.monotonic(), "not connected yet", threading.Event()
+        last = None
+        while not pause.wait(_SAMPLE_S):
+            trust = self._follower.trust
+            if last != self._follower.repair.last:
+                last, self._moved_at = self._follower.repair.last, time.monotonic()
+            is_exact = trust.level is Trust.EXACT
+            if is_exact and lost_at is not None:
+                self._episodes.append((lost_at, time.monotonic(), why))
+                lost_at = None
+            elif not is_exact and lost_at is None:
+                lost_at, why = time.monotonic(), trust.reason
+
+    def answer(self, question):
+        return {"state": self._state, "blocks": self._blocks}[question]()
+
+    def _state(self):
+        trust, follower = self._follower.trust, self._follower
+        return {
+            "level": trust.level,
+            "reason": trust.reason,
+            "cure": trust.cure,
+            "last": follower.repair.last,
+            "num_messages": follower.num_messages,
+            "skipped": dict(follower.skipped),
+            "episodes": list(self._episodes),
+            "moved_at": self._moved_at,
+        }
+
+    def _blocks(self):
+        self._router.index.check()
+        return [int(name) for name in self._router.index.engine_hashes_of(RANK)]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", required=True)
+    parser.add_argument("--replay")
+    parser.add_argument("--block-size", type=int, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    arguments = parser.parse_args()
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    router = FollowingRouter(arguments.block_size)
+    router.start(arguments.events, arguments.replay)
+    answer_in_background(arguments.socket, router.answer)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A simulated engine that tells what it holds, as a program: python -m tests.chaos.sim_engine.
+
+In:  the flags of kvplug.sim.engine; $ORACLE_SOCKET, a unix socket for questions.
+Out: kvplug.sim.engine's service; to any question, the ids of its cached blocks and the number of
+batches that it published.
+"""
+
+import asyncio
+import os
+
+from kvplug.sim.block_hashes import event_id
+from kvplug.sim.cli import parse
+from kvplug.sim.service import EngineService
+from tests.chaos.asking import answer_in_background
+
+
+class CountingService(EngineService):
+    """Counts the batches on their way to the publisher."""
+
+    num_batches = 0
+
+    def _start_publishing(self, started):
+        publish = super()._start_publishing(started)
+
+        def count_and_publish(batch):
+            self.num_batches += 1
+            publish(batch)
+
+        return count_and_publish
+
+    def held(self):
+        hashes = self.engine.cache.pool.cached_hashes()
+        return {"blocks": list(map(event_id, hashes)), "num_batches": self.num_batches}
+
+
+async def serve(config):
+    loop = asyncio.get_running_loop()
+    async with CountingService(config) as service:
+
+        async def held():  # in the loop, between two steps
+            return service.held()
+
+        answer_in_background(
+            os.environ["ORACLE_SOCKET"],
+            lambda _: asyncio.run_coroutine_threadsafe(held(), loop).result(),
+        )
+        await service.stepping
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(parse()[0]))

@@ -1,0 +1,47 @@
+"""Faults between a simulated engine and a router: the index ends equal to the engine's cache.
+
+The faults that differ most; `python -m tests.chaos --engine sim` has them all.
+"""
+
+import pytest
+
+from tests.chaos.engines import SimEngine
+from tests.chaos.report import defects, row
+from tests.chaos.rig import Rig
+from tests.chaos.scenarios import scenarios
+
+NUM_MESSAGES = 60
+FAULTS = (
+    "all of these",
+    "silence after a loss",
+    "connection cut",
+    "router killed",
+    "killed and passed, a broker between",
+    "gap, no replay endpoint",
+    "gap beyond the buffer, cache emptied",
+)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Started when first asked for, one for each size of the replay buffer."""
+    started = {}
+
+    def engine(buffer_steps):
+        if buffer_steps not in started:
+            folder = tmp_path_factory.mktemp("engine")
+            started[buffer_steps] = SimEngine(folder, buffer_steps=buffer_steps)
+            started[buffer_steps].start()
+        return started[buffer_steps]
+
+    yield engine
+    for each in started.values():
+        each.process.stop()
+
+
+@pytest.mark.parametrize("scenario", scenarios(FAULTS), ids=lambda scenario: scenario.name)
+def test_the_index_ends_equal_to_the_cache(engines, scenario, tmp_path):
+    engine = engines(scenario.buffer_steps)
+    with Rig(engine, tmp_path, seed=1, **scenario.rig) as rig:
+        outcome = scenario.run(rig, NUM_MESSAGES)
+    assert not defects(outcome, scenario.expects), row(engine.name, scenario.name, outcome)
