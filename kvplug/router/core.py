@@ -35,8 +35,8 @@ from kvplug.router.query_first_lock import QueryFirstLock
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
-# Of ingestion, for which a query may have to wait: about 15 us.
-BLOCKS_PER_SLICE = 96
+# Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
+BLOCKS_PER_SLICE = 2048
 _SLOTS_PER_SLICE = 1024
 
 
@@ -79,14 +79,16 @@ class Router:
         random_: random.Random | None = None,
     ) -> None:
         self.config = config or RouterConfig()
+        self._lock = QueryFirstLock()
         self.fleet_index = FleetIndex(
-            self.config.block_size, speculative_ttl_s=self.config.speculative_ttl_s
+            self.config.block_size,
+            speculative_ttl_s=self.config.speculative_ttl_s,
+            is_wanted=self._lock.is_wanted,
         )
         self.load = ActiveLoad(self.config.request_expiry_s)
         self._round_robin = RoundRobin()
         self._clock = clock
         self._random = random_ or random.Random()
-        self._lock = QueryFirstLock()
 
     @property
     def ranks(self) -> list[Rank]:

@@ -30,6 +30,7 @@ from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex, Overlap
 from kvplug.index.clearing import Clearing
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.record_applier import Flag
 from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
@@ -94,11 +95,13 @@ class FleetIndex:
     never empty. Not thread-safe; Router holds a lock.
     """
 
-    def __init__(self, block_size: int | None, *, speculative_ttl_s: float) -> None:
+    def __init__(
+        self, block_size: int | None, *, speculative_ttl_s: float, is_wanted: Flag | None = None
+    ) -> None:
         self.block_size = block_size
         self.numbers = HolderNumbers()
         self.sections: tuple[Section, ...] = ()
-        self._speculative_ttl_s = speculative_ttl_s
+        self._speculative_ttl_s, self._is_wanted = speculative_ttl_s, is_wanted
         self._members: dict[str, _Member] = {}
         self._worth: dict[Rank, float] = {}
         self._section_of_number: list[int] = []
@@ -271,7 +274,9 @@ class FleetIndex:
         return section
 
     def _index(self, block_size: int) -> BlockIndex:
-        return BlockIndex(block_size, speculative_ttl_s=self._speculative_ttl_s)
+        return BlockIndex(
+            block_size, speculative_ttl_s=self._speculative_ttl_s, is_wanted=self._is_wanted
+        )
 
     def _members_of(self, section: Section) -> list[_Member]:
         return [member for member in self._members.values() if member.section is section]
