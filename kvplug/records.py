@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,13 +92,18 @@ class Records:
 
 def read_payloads(payloads: list[bytes]) -> Records | None:
     """Read a run of payloads as far as it goes; None if the first is not of this dialect."""
-    num_payloads, num_bytes = 0, 0
+    ends = array("q")
+    num_bytes = 0
     for payload in payloads:
         num_bytes += len(payload)
         if num_bytes > MAX_BYTES:
             break
-        num_payloads += 1
-    return _SCRATCH.read(payloads[:num_payloads]) if num_payloads else None
+        ends.append(num_bytes)
+    if not ends:
+        return None
+    if len(ends) < len(payloads):
+        payloads = payloads[: len(ends)]
+    return _SCRATCH.read(payloads, np.frombuffer(ends, dtype=np.int64))
 
 
 class _Scratch(threading.local):
@@ -107,8 +113,7 @@ class _Scratch(threading.local):
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._reserve(2**12)
 
-    def read(self, payloads: list[bytes]) -> Records | None:
-        ends = np.cumsum([len(payload) for payload in payloads], dtype=np.int64)
+    def read(self, payloads: list[bytes], ends: I64) -> Records | None:
         data = np.frombuffer(b"".join((*payloads, _PADDING)), dtype=np.uint8)
         if len(data) > len(self._tokens):
             self._reserve(2 * len(data))

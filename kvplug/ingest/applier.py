@@ -22,7 +22,7 @@ from kvplug.router.core import Router
 
 # Messages in one run. Between runs other threads get the interpreter: a query that waits for it
 # waits for some 30 us of Python.
-_MAX_RUN_LENGTH = 16
+_MAX_RUN_LENGTH = 32
 
 
 logger = logging.getLogger(__name__)
