@@ -27,9 +27,10 @@ from kvplug.transports.zmq_replay import ZmqReplay
 
 logger = logging.getLogger(__name__)
 
-# Per socket and round: one busy engine does not keep the others waiting, and other threads get the
-# interpreter in between.
-_MAX_MESSAGES_PER_ROUND = 32
+# Applied at once; other threads get the interpreter in between. And per socket and round, so that
+# one busy engine does not keep the others waiting.
+_MAX_MESSAGES = 32
+_MAX_RUNS_PER_ROUND = 8
 _TICK_S = 0.2
 _STOP_TIMEOUT_S = 5.0
 
@@ -92,7 +93,9 @@ class EventListener:
                 self._commands.get()()
             is_tick = self._is_tick()
             for follower, subscription in list(self._subscriptions.items()):
-                self._serve_safely(follower, subscription, is_tick=is_tick)
+                is_ready = not ready.keys().isdisjoint(subscription.sockets)
+                if is_ready or is_tick or follower in self._replays:
+                    self._serve_safely(follower, subscription, is_tick=is_tick)
         for follower in list(self._subscriptions):
             self._unsubscribe(follower)
 
@@ -121,9 +124,12 @@ class EventListener:
                 self._renew(follower, subscription)
                 return
             follower.on_connected()
-        messages = subscription.receive(_MAX_MESSAGES_PER_ROUND)
-        if messages:
-            follower.receive_many(messages)
+        for _ in range(_MAX_RUNS_PER_ROUND):
+            messages = subscription.receive(_MAX_MESSAGES)
+            if messages:
+                follower.receive_many(messages)
+            if len(messages) < _MAX_MESSAGES:
+                return
 
     def _serve_replay(self, follower: Follower) -> None:
         """Ask for what the follower wants, if it is not asked for yet; hand over what came."""
@@ -133,7 +139,7 @@ class EventListener:
             replay = self._open_replay(follower, order)
         if replay is None:
             return
-        follower.replayed(replay.receive(_MAX_MESSAGES_PER_ROUND))
+        follower.replayed(replay.receive(_MAX_MESSAGES))
         if replay.is_ended and follower.replay_order is order:
             follower.replay_ended()
 
