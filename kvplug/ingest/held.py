@@ -24,6 +24,10 @@ class HeldMessages:
             self._messages.append((number, payload))
             self._num_bytes += len(payload)
 
+    def has_up_to(self, number: int | None) -> bool:
+        """Whether a message with at most this number waits."""
+        return number is not None and any(held <= number for held, _ in self._messages)
+
     def take(self, first: int = 0) -> list[tuple[int, bytes]]:
         """The messages from the first-th on; none is held any more."""
         messages = self._messages[first:]

@@ -75,6 +75,7 @@ class Repair:
         self._recent = RecentMessages()
         self._flaw: TrustState = trust.NEVER_CONNECTED
         self._lost_at_s: float | None = None
+        self._was_interrupted = False
         self._held = HeldMessages(self._settings.max_held_bytes)
         self._num_tries = 0
         self._paused_until_s = 0.0
@@ -103,6 +104,7 @@ class Repair:
     def disconnected(self) -> None:
         """The stream is gone; without replay, what was missed cannot be learnt."""
         self.order = None
+        self._was_interrupted = True
         self._held.take()
         if self._lost_at_s is None:
             self._lost_at_s = self._clock()
@@ -156,6 +158,7 @@ class Repair:
         self._receive_held(order.num_waiting)
 
     def _end_repair(self, order: ReplayOrder) -> None:
+        self._was_interrupted = False
         now_s = self._clock()
         quiet_s = self._settings.check_every_s if order.is_check else self._settings.confirm_after_s
         self._check_at_s = now_s + quiet_s
@@ -308,10 +311,16 @@ class Repair:
             self._ask()
             return False
         order.is_proved, order.is_check = True, False
+        if number == self.last + 1 and not self._may_be_another_life():
+            return True  # nothing is missing, but the message before it
         self._late = range(self.last + 1, number)
         self._clear(trust.truncated(number - self.last - 1))
         self.last = number - 1
         return True
+
+    def _may_be_another_life(self) -> bool:
+        """Whether the connection broke since the last message, or a number went down."""
+        return self._was_interrupted or self._held.has_up_to(self.last)
 
     def _start_over(self, last: int) -> None:
         """The messages behind number `last` follow; -1: all that there are."""

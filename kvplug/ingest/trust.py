@@ -77,10 +77,12 @@ def missing(num_messages: int) -> TrustState:
 
 
 def truncated(num_messages: int) -> TrustState:
-    """A gap that the engine no longer has."""
+    """A gap that the engine no longer has; 0: all but the proof that it is the same engine."""
+    gone = f"{num_messages} event messages are gone from the engine's replay buffer"
+    unproved = "the engine's replay buffer no longer shows whether it is the same engine"
     return TrustState(
         Trust.STALE,
-        f"{num_messages} event messages are gone from the engine's replay buffer",
+        gone if num_messages else unproved,
         "raise buffer_steps in --kv-events-config; it is exact again when the engine's cache is "
         "reset or it restarts",
     )
