@@ -262,12 +262,14 @@ class Repair:
         self._go_on_from(number, payload)
 
     def _meet_new_life(self, number: int, payload: bytes) -> None:
-        if self._may_ask() and not self._recent.knows(number):
-            self._held.add(number, payload)  # too long ago to remember: the replay tells
-            self._ask()
+        if not self._may_ask():
+            self._begin_new_life("its numbers began anew")
+            self.receive([(number, payload)])
             return
-        self._begin_new_life("its numbers began anew")
-        self._receive_odd(number, payload) if number else self.receive([(number, payload)])
+        if self._recent.knows(number):
+            self._begin_new_life("its numbers began anew")
+        self._held.add(number, payload)
+        self._ask()  # tells whether it is one, if the number was too long ago to remember
 
     def _go_on_from(self, number: int, payload: bytes) -> None:
         self.last = number
