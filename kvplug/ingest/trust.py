@@ -77,10 +77,17 @@ def missing(num_messages: int) -> TrustState:
 
 
 def truncated(num_messages: int) -> TrustState:
-    """A gap that the engine no longer has."""
+    """A gap that the engine no longer has; 0: it may have the gap, but nothing proves it is its."""
+    if num_messages:
+        reason = f"{num_messages} event messages are gone from the engine's replay buffer"
+    else:
+        reason = (
+            "the message before a gap is gone from the engine's replay buffer, so that nothing "
+            "proves that what it has is of the same process"
+        )
     return TrustState(
         Trust.STALE,
-        f"{num_messages} event messages are gone from the engine's replay buffer",
+        reason,
         "raise buffer_steps in --kv-events-config; it is exact again when the engine's cache is "
         "reset or it restarts",
     )
