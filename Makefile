@@ -55,6 +55,10 @@ test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; 
 bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matching; bench-results/thin.json
 	$(BIN)/python -m tests.benchmarks.thin
 
+.PHONY: audit
+audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
+	$(BIN)/pytest -q tests/engines/test_audit.py
+
 .PHONY: fuzz
 fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing raises, nothing refused changes the index
 	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)

@@ -9,6 +9,7 @@ kvplug/codec.py. What both read, they read equally.
 
 from __future__ import annotations
 
+import struct
 import threading
 from dataclasses import dataclass
 
@@ -36,13 +37,15 @@ MAX_BYTES = 2**18
 
 _MIN_EVENT_BYTES = 16
 _PADDING = bytes(PADDING)
+_DOUBLE = b"\xcb"
 
 
 @dataclass(slots=True)
 class Records:
     """Events in order; arrays as described in kernels/wire.py, good until the next run is read.
 
-    num_events, num_payloads: how many; dp_rank: the data-parallel rank of all, None if not named.
+    num_events, num_payloads: how many; dp_rank: the data-parallel rank of all, None if not named;
+    ts: the engine's time of the first payload in seconds, 0 if it names none.
     """
 
     records: I64
@@ -52,6 +55,15 @@ class Records:
     num_events: int
     num_payloads: int
     dp_rank: int | None
+    ts: float = 0.0
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block of the first stored event; None if nothing is stored."""
+        width = kernels.RECORD_WIDTH
+        rows = self.records[: width * self.num_events].reshape(-1, width)
+        sizes = rows[rows[:, kernels.KIND] == kernels.STORED, kernels.BLOCK_SIZE]
+        return int(sizes[0]) if len(sizes) else None
 
     def num_blocks(self, number: int) -> int:
         """Blocks of one event."""
@@ -116,6 +128,7 @@ class _Scratch(threading.local):
             num_events,
             num_payloads,
             None if dp_rank < 0 else dp_rank,
+            _time_of(payloads[0]),
         )
 
     def _reserve(self, num_bytes: int) -> None:
@@ -124,6 +137,13 @@ class _Scratch(threading.local):
         self._parents: U64 = np.empty(num_events, dtype=np.uint64)
         self._names: U64 = np.empty(num_bytes, dtype=np.uint64)
         self._tokens: U32 = np.empty(num_bytes, dtype=np.uint32)
+
+
+def _time_of(payload: bytes) -> float:
+    """The first element of the batch, if it is a double as all engines write it."""
+    if payload[1:2] != _DOUBLE:
+        return 0.0
+    return float(struct.unpack_from(">d", payload, 2)[0])
 
 
 _SCRATCH = _Scratch()

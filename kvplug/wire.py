@@ -154,7 +154,9 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
             return self.cache_salt
         if self.parent_block_hash is not None or not self.extra_keys:
             return ""
-        bare = [key for key in self.extra_keys[0] or () if isinstance(key, str) and key != lora]
+        bare = [key for key in self.extra_keys[0] or () if isinstance(key, str)]
+        if lora in bare:
+            bare.remove(lora)  # once: the salt may have the name of the adapter
         if self.group_idx is None:
             bare = [key for key in bare if not _SHA256_HEX.fullmatch(key)]
         return bare[-1] if bare else ""

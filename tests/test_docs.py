@@ -12,6 +12,7 @@ from kvplug.engines.publisher import PublisherConfig
 from kvplug.index.applied import Refusal
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
+from kvplug.server.diagnosis import doctor
 from kvplug.topics import Topic
 from kvplug.wire import TIERS
 
@@ -49,9 +50,23 @@ def test_every_flag_is_documented_with_its_default(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    documented = set(re.findall(r"`(--[a-z][a-z-]+)", SETTINGS))
+    documented = flags_of_section("python -m kvplug.router")
     assert flags - documented == {"--help", "--version"}
     assert documented <= flags
+
+
+def test_every_flag_of_the_doctor_is_documented(capsys):
+    with pytest.raises(SystemExit):
+        doctor.main(["--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert set(re.findall(r"--[a-z][a-z-]+", usage)) == flags_of_section(
+        "python -m kvplug.router doctor"
+    )
+
+
+def flags_of_section(title):
+    _, _, rest = SETTINGS.partition(f"## {title}\n")
+    return set(re.findall(r"`(--[a-z][a-z-]+)", rest.partition("\n## ")[0]))
 
 
 @pytest.mark.parametrize("field", RouterConfig.__dataclass_fields__.values(), ids=lambda f: f.name)
@@ -98,11 +113,15 @@ def test_every_dialect_has_vectors_and_every_vector_a_dialect():
     assert files >= {row for row in rows if re.match(r"[a-z]+-\d", row)}
 
 
-def test_the_shared_endpoint_in_the_documentation_is_understood():
-    [command] = re.findall(
-        r"^python -m kvplug.router (.*?)\nvllm", EVENTS, re.DOTALL | re.MULTILINE
+def test_the_commands_of_the_page_on_events_are_understood():
+    replayed, shared = (
+        parse(shlex.split(command.replace("\\\n", " ")))[0]
+        for command in re.findall(
+            r"^python -m kvplug.router (.*?)\n(?:vllm|```)", EVENTS, re.DOTALL | re.MULTILINE
+        )
     )
-    config, _ = parse(shlex.split(command.replace("\\\n", " ")))
+    assert replayed.workers[0].replay == "tcp://10.0.0.7:6557"
+    config = shared
     assert config.events_bind == "tcp://0.0.0.0:5557"
     assert [str(Topic.parse(worker.topic)) for worker in config.workers] == [
         "kv@pod-0@qwen",

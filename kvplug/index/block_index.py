@@ -43,7 +43,7 @@ from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings, Segments
-from kvplug.index.record_applier import RecordApplier
+from kvplug.index.record_applier import Flag, RecordApplier
 from kvplug.index.speculative import SpeculativeBlocks
 from kvplug.kernels import costing
 from kvplug.records import Records
@@ -77,7 +77,14 @@ class BlockIndex:
     Looking inside: len, engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
     """
 
-    def __init__(self, block_size: int, *, speculative_ttl_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        speculative_ttl_s: float = 2.0,
+        is_wanted: Flag | None = None,
+    ) -> None:
+        """`is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early."""
         self.hasher = BlockHasher(block_size)
         self.numbers = HolderNumbers()
         self.holdings = Holdings()
@@ -86,7 +93,13 @@ class BlockIndex:
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain()
         self._clearing: tuple[Tier | None, Clearing] | None = None
-        self._recorded = RecordApplier(block_size, self.numbers, self.holdings, self.speculative)
+        self._recorded = RecordApplier(
+            block_size,
+            self.numbers,
+            self.holdings,
+            self.speculative,
+            np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted,
+        )
 
     def __len__(self) -> int:
         """Number of distinct blocks that any rank holds."""
@@ -158,8 +171,9 @@ class BlockIndex:
     ) -> int:
         """Apply records from number `first` on, counted in `applied`; returns the next number.
 
-        Ends once about `max_blocks` blocks are done, so that a caller with a lock can give way to
-        queries; other changes have to wait until all records are applied.
+        Ends once about `max_blocks` blocks are done, or when somebody sets `is_wanted`, so that a
+        caller with a lock can give way to queries; other changes have to wait until all records
+        are applied.
         """
         if rank not in self.numbers:
             applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)

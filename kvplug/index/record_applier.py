@@ -23,6 +23,7 @@ from kvplug.records import Records
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+Flag = npt.NDArray[np.uint8]
 
 _EVERYBODY: U64 = np.zeros(0, dtype=np.uint64)
 _MIN_SCRATCH = 256
@@ -37,9 +38,11 @@ class RecordApplier:
         numbers: HolderNumbers,
         holdings: Holdings,
         speculative: SpeculativeBlocks,
+        is_wanted: Flag,
     ) -> None:
         self._block_size = block_size
         self._numbers, self._holdings, self._speculative = numbers, holdings, speculative
+        self._is_wanted = is_wanted
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS + 1, dtype=np.int64)
         self._arrays: tuple[Any, ...] = ()
         self._arrays_domain: Domain | None = None
@@ -110,6 +113,7 @@ class RecordApplier:
             self._hashes,
             self._rows,
             self._flags,
+            self._is_wanted,
             self._counts,
         )
 

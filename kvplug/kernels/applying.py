@@ -242,7 +242,7 @@ def _has_room_for(
         writes(u8), writes(i8),
         writes(u8), writes(u4), writes(u8), writes(u8), writes(i8),
         writes(u8), writes(u8), writes(u4), writes(i8), reads(u8),
-        writes(u8), writes(u8), writes(u1), writes(i8),
+        writes(u8), writes(u8), writes(u1), reads(u1), writes(i8),
     ),
     releases_gil=True,
 )  # fmt: skip
@@ -253,11 +253,12 @@ def apply_records(
     copies_slots: U64, copies_size: I64, speculative_slots: U64, speculative_size: I64,
     hash_of_row: U64, set_of_row: U32, seed_of_row: U64, free_rows: U64, num_free: I64,
     bits: U64, meta: U64, intern: U32, header: I64, in_domain: U64,
-    hashes: U64, rows: U64, flags: Bytes, out_counts: I64,
+    hashes: U64, rows: U64, flags: Bytes, is_wanted: Bytes, out_counts: I64,
 ) -> Index:  # fmt: skip
     """Apply records first..last; returns the number of the first that was not applied.
 
-    Ends early once `max_blocks` blocks are done. `mark` is the rank's in the speculative table.
+    Ends early once `max_blocks` blocks are done, or after the event at hand when another thread has
+    set is_wanted[0]. `mark` is the rank's in the speculative table.
     out_counts has [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN] added up, and behind them why it ended.
     """
     table, domain = Table(table_slots, table_size), Table(domain_slots, domain_size)
@@ -268,7 +269,7 @@ def apply_records(
     num_blocks = 0
     out_counts[NUM_COUNTS] = DONE
     for event in range(first, last):
-        if num_blocks >= max_blocks:
+        if num_blocks >= max_blocks or (num_blocks > 0 and is_wanted[0] != 0):
             return event
         record = records[wire.RECORD_WIDTH * event : wire.RECORD_WIDTH * (event + 1)]
         kind, n, start = record[wire.KIND], record[wire.NUM_NAMES], record[wire.FIRST_NAME]

@@ -1,4 +1,4 @@
-"""The door: `python -m kvplug.router`. See `--help`, or docs/settings.md."""
+"""The door: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
 
 import logging
 import sys
@@ -7,17 +7,20 @@ from kvplug.errors import KvplugError
 
 
 def main() -> int:
-    """Run the standalone router; returns the exit code."""
+    """Run the standalone router, or ask a running one how it is; returns the exit code."""
     try:
         import uvloop
 
         from kvplug.server.cli import parse
+        from kvplug.server.diagnosis import doctor
         from kvplug.server.service import serve
     except ModuleNotFoundError as error:
         sys.stderr.write(
             f"the standalone router needs {error.name!r}: pip install 'kvplug[router]'\n"
         )
         return 1
+    if sys.argv[1:2] == ["doctor"]:
+        return doctor.main(sys.argv[2:])
     config, log_level = parse()
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

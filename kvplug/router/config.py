@@ -19,7 +19,8 @@ Mode = Literal["kv", "round_robin"]
 class RouterConfig:
     """How requests are routed.
 
-    block_size: tokens per block; must be the engines'.
+    block_size: tokens per block of workers that are added without one; None takes it from their
+    events.
     mode: `kv` goes by cost, `round_robin` by turns.
     overlap_score_weight: what a block to prefill costs in blocks to decode; 0 is pure load.
     temperature: 0 takes the lowest cost; above, softmax over costs rescaled to [0, 1].
@@ -28,7 +29,7 @@ class RouterConfig:
     request_expiry_s: a request that nobody finishes stops counting as load after this time.
     """
 
-    block_size: int = 16
+    block_size: int | None = None
     mode: Mode = "kv"
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
@@ -37,8 +38,9 @@ class RouterConfig:
     request_expiry_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {self.block_size}")
+        size = self.block_size
+        if size is not None and not 1 <= size <= MAX_BLOCK_SIZE:
+            raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {size}")
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
         for name in ("overlap_score_weight", "temperature", "speculative_ttl_s"):

@@ -39,7 +39,8 @@ class Load(NamedTuple):
     """The load of each rank, by rank number, from the view of one request.
 
     prefill_tokens: int64[ranks], tokens of live requests without a first token;
-    active_blocks: int64[ranks], distinct blocks of live requests;
+    active_blocks: int64[ranks], distinct blocks of live requests, of the rank's own size (of its
+    former one for requests that were in flight when that was learnt);
     active_depth: int64[ranks], leading blocks of this request that live requests there share.
     """
 

@@ -6,13 +6,19 @@ In:  `with lock:` around a query, `with lock.patiently as turn:` around ingestio
 Python's lock does not hand over: a thread that releases it and takes it again at once wins against
 one that waits, and a query would wait for many slices instead of one. So whoever wants the inner
 lock first takes `next`, which a waiting query holds until it is served, and at most one patient
-thread at a time may wait for `next`.
+thread at a time may wait for `next`. `is_wanted`, uint8[1], is 1 while somebody waits: a kernel
+without the GIL looks at it and comes back early.
 """
 
 from __future__ import annotations
 
 import threading
 from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+Flag = npt.NDArray[np.uint8]
 
 
 class QueryFirstLock:
@@ -21,15 +27,15 @@ class QueryFirstLock:
     def __init__(self) -> None:
         self._inner, self._next = threading.Lock(), threading.Lock()
         self.patiently = _Patiently(self)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether somebody waits to be the next."""
-        return self._next.locked()
+        # A bytearray, as it is set in half the time of an array's item; kernels read the array.
+        self._flag = bytearray(1)
+        self.is_wanted: Flag = np.frombuffer(self._flag, dtype=np.uint8)
 
     def __enter__(self) -> None:
         with self._next:
+            self._flag[0] = 1
             self._inner.acquire()
+            self._flag[0] = 0
 
     def __exit__(
         self,
@@ -51,7 +57,7 @@ class _Patiently:
 
     def give_way(self) -> None:
         """Let the queries that wait go now."""
-        if self._lock.is_wanted:
+        if self._lock.is_wanted[0]:
             self._lock.__exit__(None, None, None)
             self._lock.__enter__()
 

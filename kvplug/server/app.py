@@ -13,11 +13,13 @@ from aiohttp import web
 
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
-from kvplug.server.health import health_of
+from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
-from kvplug.server.prompts import Body, Prompts, namespace_of
+from kvplug.server.namespaces import Body, lora_path_of, namespace_of
+from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
+from kvplug.server.usage import unauditable
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,16 @@ class Api:
     """The handlers; `application` has them on their routes."""
 
     def __init__(
-        self, config: ServerConfig, fleet: Fleet, proxy: Proxy, prompts: Prompts, metrics: Metrics
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        proxy: Proxy,
+        prompts: Prompts,
+        metrics: Metrics,
+        health: Health,
     ) -> None:
-        self._fleet, self._proxy, self._prompts, self._metrics = fleet, proxy, prompts, metrics
+        self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
+        self._metrics, self._health = metrics, health
         self.application = web.Application(
             client_max_size=config.max_body_bytes, middlewares=[_errors_in_openai_form]
         )
@@ -51,24 +60,35 @@ class Api:
         raw = await request.read()
         body = _json_object(raw)
         model = self._model_of(body)
-        root = self._fleet.models().get(model, "")
+        served = self._fleet.models()[model]
         tokens = await self._prompts.tokens_of(
-            {**body, "model": model}, root, is_chat=request.path == _CHAT, size=len(raw)
+            {**body, "model": served.base},
+            served.root,
+            is_chat=request.path == _CHAT,
+            size=len(raw),
         )
-        forward = Forward(request.path, model, raw, tokens, namespace_of(body))
+        namespace = namespace_of(body, served.lora_name)
+        reason = unauditable(body)
+        forward = Forward(request.path, model, raw, tokens, namespace, reason)
         return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:
         """The models that can be asked for now."""
         cards = [
-            {"id": name, "object": "model", "owned_by": "kvplug", "root": root}
-            for name, root in sorted(self._fleet.models().items())
+            {
+                "id": name,
+                "object": "model",
+                "owned_by": "kvplug",
+                "root": served.root,
+                "parent": served.base if served.lora_name else None,
+            }
+            for name, served in sorted(self._fleet.models().items())
         ]
         return web.json_response({"object": "list", "data": cards})
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 if any worker is up, 503 if none; the state of each either way."""
-        body = health_of(self._fleet)
+        """200 if any worker is up, 503 if none; the state of each and all findings either way."""
+        body = self._health.body()
         return web.json_response(body, status=200 if body["status"] == "ok" else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -79,6 +99,9 @@ class Api:
         model, served = body.get("model"), sorted(self._fleet.models())
         if model is None and len(served) == 1:
             return served[0]  # vLLM too takes a body without a model
+        adapter = f"{model}:{lora_path_of(body)}"
+        if adapter in served:
+            return adapter  # as SGLang names it
         if not isinstance(model, str):
             raise ApiError(400, "the body must name a model", code="model_required", param="model")
         if not self._fleet.knows(model) and served:

@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ServerConfig, str]:
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:
     router = RouterConfig(
-        block_size=arguments.block_size,
+        block_size=getattr(arguments, "block_size", None),
         mode=arguments.router_mode,
         overlap_score_weight=arguments.kv_overlap_score_weight,
         temperature=arguments.router_temperature,
@@ -47,6 +47,7 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         health_interval_s=arguments.health_interval_s,
         request_timeout_s=arguments.request_timeout_s,
         grace_s=arguments.grace_s,
+        audit_sample=arguments.audit_sample,
     )
 
 
@@ -70,7 +71,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         "--worker",
         action="append",
         default=[],
-        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]",
+        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]",
         help="an engine and where it publishes its KV events; repeat for each engine",
     )
     add(
@@ -85,6 +86,13 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
     add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
     add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
     add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
+    add(
+        "--audit-sample",
+        type=float,
+        default=_SERVER.audit_sample,
+        help="share of requests whose "
+        "predicted cached tokens are compared with the answer; 0 is off",
+    )
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
 
 
@@ -97,7 +105,12 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         default=_ROUTER.mode,
         help="kv: by cached prefix and load; round_robin: by turns",
     )
-    add("--block-size", type=int, default=_ROUTER.block_size, help="tokens per block, the engines'")
+    add(
+        "--block-size",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="tokens per block of workers that name none (default: what their events say)",
+    )
     add(
         "--kv-overlap-score-weight",
         type=float,

@@ -10,13 +10,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvplug.errors import ConfigError
+from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.router.config import RouterConfig
 from kvplug.topics import Topic
 
 _FORM = (
-    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX], like "
+    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N], like "
     "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
+_KEYS = ("events", "replay", "topic", "block_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +27,25 @@ class WorkerSpec:
 
     Without `events` it publishes nowhere, or connects to the router's `events_bind`, where it is
     known by its topic, `kv@POD` or `kv@POD@MODEL`. `replay` is where it sends events again.
+
+    block_size: its tokens per block; None: the router's, else what its events say.
     """
 
     url: str
     events: str | None = None
     topic: str = ""
     replay: str | None = None
+    block_size: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX]`."""
+        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]`."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if key not in ("events", "replay", "topic") or not equals or key in values:
+            if key not in _KEYS or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
             values[key] = value
         for key in {"events", "replay"} & values.keys():
@@ -48,7 +53,22 @@ class WorkerSpec:
                 raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
         if "replay" in values and "events" not in values:
             raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
-        return cls(url=url.rstrip("/"), **values)
+        return cls(
+            url=url.rstrip("/"),
+            events=values.get("events"),
+            topic=values.get("topic", ""),
+            replay=values.get("replay"),
+            block_size=_block_size(values.get("block_size"), text),
+        )
+
+
+def _block_size(value: str | None, text: str) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and 1 <= int(value) <= MAX_BLOCK_SIZE):
+        limits = f"a whole number in [1, {MAX_BLOCK_SIZE}]"
+        raise ConfigError(f"worker {text!r}: block_size={value!r}; expected {limits}")
+    return int(value)
 
 
 def _require_http(url: str, text: str) -> None:
@@ -72,6 +92,7 @@ class ServerConfig:
     health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
     request_timeout_s: longest silence of a worker within a request.
     grace_s: how long requests in flight may take to end when the router stops.
+    audit_sample: share of the requests whose predicted cached tokens are compared with the answer.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -85,6 +106,7 @@ class ServerConfig:
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
     grace_s: float = 10.0
+    audit_sample: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -97,6 +119,8 @@ class ServerConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        if not 0 <= self.audit_sample <= 1:
+            raise ConfigError(f"audit_sample must be in [0, 1], got {self.audit_sample}")
         self._require_topics()
         # aiohttp takes a grace of 0 for no limit at all.
         times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")

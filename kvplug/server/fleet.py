@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
-import msgspec
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.collector import EventCollector
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
-from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.model_cards import Served, model_of, served_by
 from kvplug.topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ logger = logging.getLogger(__name__)
 class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
-    models: name -> the folder or hub name that the engine loaded it from.
+    models: by name, what it serves, adapters included.
     """
 
     spec: WorkerSpec
     follower: Follower | None = None
     down_because: str | None = "not looked at yet"
-    models: dict[str, str] = field(default_factory=dict)
+    models: dict[str, Served] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -53,7 +54,7 @@ class Fleet:
     """start, stop; candidates, models, mark_down."""
 
     def __init__(
-        self, config: ServerConfig, router: Router, session: aiohttp.ClientSession
+        self, config: ServerConfig, router: AuditedRouter, session: aiohttp.ClientSession
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
@@ -67,7 +68,7 @@ class Fleet:
         if self._collector is not None:
             self._collector.start()
         for worker in self.workers.values():
-            self._router.add_worker(worker.url)
+            self._router.add_worker(worker.url, block_size=worker.spec.block_size)
             self._follow(worker)
         await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
@@ -88,13 +89,13 @@ class Fleet:
         """What engines connect to with their events, with the port that was taken."""
         return self._collector.endpoint if self._collector is not None else None
 
-    def models(self) -> dict[str, str]:
-        """The models of the workers that are up: name -> where the engine loaded it from."""
+    def models(self) -> dict[str, Served]:
+        """What the workers that are up serve, by the name that is asked for."""
         return {
-            name: root
+            name: served
             for worker in self.workers.values()
             if worker.is_up
-            for name, root in worker.models.items()
+            for name, served in worker.models.items()
         }
 
     def knows(self, model: str) -> bool:
@@ -104,6 +105,10 @@ class Fleet:
     def candidates(self, model: str) -> set[str]:
         """URLs of the workers that are up and serve the model."""
         return {url for url, w in self.workers.items() if w.is_up and model in w.models}
+
+    def block_size_of(self, worker: Worker) -> int | None:
+        """Tokens per block; None while neither a flag nor an event said it."""
+        return self._router.fleet_index.block_size_of(worker.url)
 
     def mark_down(self, url: str, reason: str) -> None:
         """A request could not reach the worker."""
@@ -115,11 +120,11 @@ class Fleet:
     def _follow(self, worker: Worker) -> None:
         topic = Topic.parse(worker.spec.topic)
         if worker.spec.events is not None:
-            worker.follower = Follower(self._router, Rank(worker.url))
+            worker.follower = self._follower_of(worker)
             spec = worker.spec
             self._listener.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
         elif self._collector is not None and topic is not None:
-            worker.follower = Follower(self._router, Rank(worker.url))
+            worker.follower = self._follower_of(worker)
             self._collector.follow(worker.follower, topic)
         else:
             logger.warning(
@@ -127,6 +132,12 @@ class Fleet:
                 "--kv-events-config and name its endpoint with events=",
                 worker.url,
             )
+
+    def _follower_of(self, worker: Worker) -> Follower:
+        rank = Rank(worker.url)
+        # While some of its events are missing, its blocks are worth what the audit measures.
+        stale_worth = partial(self._router.accuracy, rank)
+        return Follower(self._router, rank, stale_worth=stale_worth)
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -136,11 +147,14 @@ class Fleet:
     async def _look_at(self, worker: Worker) -> None:
         try:
             await self._get(worker, "/health")
-            if not worker.is_up:
-                worker.models = _model_roots(await self._get(worker, "/v1/models"))
+            # Each time: adapters come and go while the engine runs.
+            models = served_by(await self._get(worker, "/v1/models"))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             self._note_failure(worker, error)
             return
+        if models != worker.models:
+            worker.models = models
+            self._router.add_worker(worker.url, model=model_of(models))
         if not worker.is_up:
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
@@ -161,18 +175,3 @@ class Fleet:
         async with self._session.get(worker.url + path, timeout=timeout) as response:
             response.raise_for_status()
             return await response.read()
-
-
-def _model_roots(answer: bytes) -> dict[str, str]:
-    """From OpenAI's list of models, with vLLM's `root`; msgspec.DecodeError is a ValueError."""
-    cards = msgspec.json.decode(answer, type=_ModelList).data
-    return {card.id: card.root or "" for card in cards}
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-    root: str | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelCard]

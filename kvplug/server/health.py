@@ -1,32 +1,57 @@
-"""What /health says: the state of each worker and of its event stream.
+"""What /health says: the state of each worker and of its event stream, and what is wrong.
 
-In:  the fleet.   Out: a JSON object.
+In:  fleet, audited router, diagnosis.   Out: a JSON object.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from kvplug.audit.ledger import RankLedger
+from kvplug.audit.router import AuditedRouter
+from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
+from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet, Worker
 
 
-def health_of(fleet: Fleet) -> dict[str, Any]:
-    """`status` is "ok" while at least one worker is up."""
-    workers = list(fleet.workers.values())
-    return {
-        "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
-        "workers": [_worker(worker, fleet) for worker in workers],
-    }
+class Health:
+    """body() is what /health says now."""
+
+    def __init__(self, fleet: Fleet, router: AuditedRouter, diagnosis: Diagnosis) -> None:
+        self._fleet, self._router, self._diagnosis = fleet, router, diagnosis
+
+    def body(self) -> dict[str, Any]:
+        """`status` is "ok" while at least one worker is up, whatever the findings are."""
+        workers, ledgers = list(self._fleet.workers.values()), self._router.ledgers()
+        return {
+            "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
+            "workers": [self._worker(each, ledgers.get(Rank(each.url))) for each in workers],
+            "findings": msgspec.to_builtins(self._diagnosis.look()),
+        }
+
+    def _worker(self, worker: Worker, ledger: RankLedger | None) -> dict[str, Any]:
+        return {
+            "url": worker.url,
+            "state": "up" if worker.is_up else "down",
+            "reason": worker.down_because,
+            "models": sorted(worker.models),
+            "block_size": self._fleet.block_size_of(worker),
+            "events": _events(worker, self._fleet.events_endpoint),
+            "audit": None if ledger is None else _audit(ledger),
+        }
 
 
-def _worker(worker: Worker, fleet: Fleet) -> dict[str, Any]:
+def _audit(ledger: RankLedger) -> dict[str, Any]:
     return {
-        "url": worker.url,
-        "state": "up" if worker.is_up else "down",
-        "reason": worker.down_because,
-        "models": sorted(worker.models),
-        "events": _events(worker, fleet.events_endpoint),
+        "audited": ledger.num_audited,
+        "incorrectly_routed": ledger.num_wrong,
+        "incorrect_rate": ledger.incorrect_rate,
+        "accuracy": ledger.accuracy,
+        "verdicts": {verdict.value: count for verdict, count in ledger.num_by_verdict.items()},
+        "not_audited": dict(ledger.num_skipped),
     }
 
 

@@ -12,9 +12,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
-from kvplug.router.core import Router
+from kvplug.server.audit_metrics import families_of
+from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy, WorkerCounts
@@ -44,18 +46,43 @@ _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
 class Metrics:
     """render() the current values."""
 
-    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+    def __init__(
+        self,
+        router: AuditedRouter,
+        fleet: Fleet,
+        proxy: Proxy,
+        prompts: Prompts,
+        diagnosis: Diagnosis,
+    ) -> None:
         self.headers = {"Content-Type": CONTENT_TYPE_LATEST}
         self._registry = CollectorRegistry()
         self._registry.register(_Readings(router, fleet, proxy, prompts))
+        self._registry.register(_Findings(diagnosis))
 
     def render(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
 
 
+class _Findings(Collector):
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self._diagnosis = diagnosis
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: a registry that finds no description would collect at once."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        text = "1 while the diagnosis finds this, 0 once it no longer holds"
+        family = GaugeMetricFamily("kvplug_findings", text, labels=["worker", "code"])
+        found = {(finding.worker, finding.code) for finding in self._diagnosis.look()}
+        for worker, code in sorted(self._diagnosis.seen):
+            family.add_metric([worker, code.value], (worker, code) in found)
+        yield family
+
+
 class _Readings(Collector):
-    def __init__(self, router: Router, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+    def __init__(self, router: AuditedRouter, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
         self._router, self._fleet, self._proxy, self._prompts = router, fleet, proxy, prompts
 
     def collect(self) -> Iterator[Metric]:
@@ -67,11 +94,18 @@ class _Readings(Collector):
                 family.add_metric([url], read(counts))
             yield family
         yield from self._of_events()
+        yield from families_of(self._router.ledgers())
 
     def _of_index(self) -> Iterator[Metric]:
-        index, load = self._router.index, self._router.load
-        yield GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", len(index))
-        yield GaugeMetricFamily("kvplug_index_bytes", "memory of the index", index.nbytes)
+        sections, load = self._router.fleet_index.sections, self._router.load
+        labels = ["model", "block_size"]
+        blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", labels=labels)
+        nbytes = GaugeMetricFamily("kvplug_index_bytes", "memory of the index", labels=labels)
+        for section in sections:
+            of = [section.model, str(section.block_size)]
+            blocks.add_metric(of, len(section.index))
+            nbytes.add_metric(of, section.index.nbytes)
+        yield from (blocks, nbytes)
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
         expired = "requests that nobody finished in time"
         yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
@@ -79,6 +113,11 @@ class _Readings(Collector):
         family = CounterMetricFamily("kvplug_requests_untokenized", text, labels=["model"])
         for model, count in self._prompts.untokenized.items():
             family.add_metric([model], count)
+        yield family
+        text = "requests routed without knowing what is cached of them"
+        family = CounterMetricFamily("kvplug_requests_without_prefix", text, labels=["reason"])
+        for reason, count in self._prompts.without_prefix.items():
+            family.add_metric([reason], count)
         yield family
 
     def _of_workers(self) -> Iterator[Metric]:

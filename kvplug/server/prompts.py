@@ -1,8 +1,8 @@
 """The body of a request to the token ids that its engine will see.
 
 In:  the JSON body of /v1/completions or /v1/chat/completions.
-Out: uint32 token ids and the namespace, or None where the text cannot be tokenized here: then the
-request is routed by load alone, and the reason is counted and named once.
+Out: uint32 token ids, or None where they cannot be known here: then the request is routed by load
+alone, and the reason is counted and named once.
 """
 
 from __future__ import annotations
@@ -10,48 +10,80 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from kvplug.errors import TokenizerError
-from kvplug.events import Namespace
 from kvplug.hashing import Tokens
+from kvplug.server.namespaces import Body, has_extra_key
 from kvplug.server.tokenizer import PromptTokenizer, token_id_prompts
 
 logger = logging.getLogger(__name__)
-
-Body = dict[str, Any]
 
 # Short prompts are tokenized on the event loop (well under a millisecond); longer ones in a
 # thread, where the tokenizer releases the GIL.
 _INLINE_CHARACTERS = 4096
 
 
-def namespace_of(body: Body) -> Namespace:
-    """What separates the request's blocks from others' (vLLM: `cache_salt`)."""
-    salt = body.get("cache_salt")
-    return Namespace(salt=salt) if isinstance(salt, str) else Namespace()
+class Reason(StrEnum):
+    """Why a request is routed without knowing what is cached of it."""
+
+    NO_TOKENIZER = "no_tokenizer"
+    UNTOKENIZABLE = "untokenizable"  # the engine may say what is wrong with it
+    MULTIMODAL = "multimodal"
+    PROMPT_EMBEDS = "prompt_embeds"
+    EXTRA_KEY = "extra_key"
+
+
+_WHY = {
+    Reason.MULTIMODAL: "an engine puts tokens and hashes of its own where a picture or a sound is",
+    Reason.PROMPT_EMBEDS: "the hash of embeddings is the engine's own",
+    Reason.EXTRA_KEY: "SGLang's events do not say extra_key; what these requests cache may be "
+    "taken for blocks without one, so use cache_salt instead",
+}
+_MEDIA = frozenset(
+    (
+        *("image", "image_url", "image_embeds", "image_pil", "audio", "audio_url", "input_audio"),
+        *("audio_embeds", "video", "video_url", "video_embeds"),
+    )
+)
 
 
 class Prompts:
-    """tokens_of a body; one tokenizer per model, loaded on first use."""
+    """tokens_of a body; one tokenizer per model, loaded on first use.
+
+    Counted: `untokenized` by model, `without_prefix` by reason.
+    """
 
     def __init__(self, tokenizer_folder: Path | None) -> None:
         self.untokenized: Counter[str] = Counter()
+        self.without_prefix: Counter[str] = Counter()
         self._folder = tokenizer_folder
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
+
+    @property
+    def without_tokenizer(self) -> frozenset[str]:
+        """Models whose text came and could not be tokenized, for want of a tokenizer."""
+        missing = {model for model, tokenizer in self._tokenizers.items() if tokenizer is None}
+        return frozenset(missing & self.untokenized.keys())
 
     async def tokens_of(self, body: Body, root: str, *, is_chat: bool, size: int) -> Tokens | None:
         """`root` is where the engine loaded the model from, `size` the length of the body.
 
         A batch of prompts is represented by its first one.
         """
+        if has_extra_key(body):
+            self._note(Reason.EXTRA_KEY)  # its tokens still count as load
+        if body.get("prompt_embeds") is not None:
+            self._note(Reason.PROMPT_EMBEDS)
+            return None
         try:
             ready = None if is_chat else token_id_prompts(body.get("prompt"))
             if ready is not None:
                 return ready[0] if ready else None
             tokenizer = self._tokenizer(body["model"], root)
             if tokenizer is None:
+                self._note(Reason.NO_TOKENIZER)
                 return None
             if size <= _INLINE_CHARACTERS:
                 return _tokenize(tokenizer, body, is_chat)
@@ -60,14 +92,36 @@ class Prompts:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
+            is_media = is_chat and _has_media(body.get("messages"))
+            self._note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
             return None
 
-    def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
+    def _note(self, reason: Reason) -> None:
+        if reason in _WHY and not self.without_prefix[reason]:
+            logger.warning("requests without prefix knowledge: %s: %s", reason, _WHY[reason])
+        self.without_prefix[reason] += 1
+
+    def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
+        """The tokenizer of a model, loaded on first use; None if there is none here."""
         if model not in self._tokenizers:
             self._tokenizers[model] = _load(model, self._folder or Path(root))
-        if self._tokenizers[model] is None:
-            self.untokenized[model] += 1
         return self._tokenizers[model]
+
+    def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
+        tokenizer = self.tokenizer_of(model, root)
+        if tokenizer is None:
+            self.untokenized[model] += 1
+        return tokenizer
+
+
+def _has_media(messages: object) -> bool:
+    contents = [m.get("content") for m in _objects(messages)]
+    parts = [part for content in contents for part in _objects(content)]
+    return any(part.get("type") in _MEDIA or not _MEDIA.isdisjoint(part) for part in parts)
+
+
+def _objects(value: object) -> list[Body]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _load(model: str, folder: Path) -> PromptTokenizer | None:

@@ -19,12 +19,14 @@ import numpy as np
 from aiohttp import web
 from multidict import CIMultiDict
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
-from kvplug.router.core import Decision, Router
+from kvplug.router.core import Decision
 from kvplug.server.fleet import Fleet
 from kvplug.server.replies import ApiError, error_event
+from kvplug.server.usage import StreamTail, usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +42,17 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 
 
 class Forward(NamedTuple):
-    """What to send on: the raw body, and what the router knows of it."""
+    """What to send on: the raw body, and what the router knows of it.
+
+    unauditable: why the answer's usage would not tell about the prefix, or None.
+    """
 
     path: str
     model: str
     body: bytes
     tokens: Tokens | None
     namespace: Namespace
+    unauditable: str | None
 
 
 class _WorkerLost(Exception):
@@ -67,7 +73,7 @@ class WorkerCounts:
 class Proxy:
     """forward a request; `counts` by worker URL."""
 
-    def __init__(self, router: Router, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(self, router: AuditedRouter, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.counts = {url: WorkerCounts() for url in fleet.workers}
         self._router, self._fleet, self._session = router, fleet, session
 
@@ -90,7 +96,9 @@ class Proxy:
         workers = self._fleet.candidates(forward.model) - tried
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
-            decision = self._router.route(tokens, namespace=forward.namespace, workers=workers)
+            with self._router.deciding():
+                decision = self._router.route(tokens, namespace=forward.namespace, workers=workers)
+                self._expect(decision, forward)
         except NoWorkerError as error:
             message = f"no worker that serves model {forward.model!r} can be reached now"
             raise ApiError(503, message, code="no_worker") from error
@@ -99,6 +107,14 @@ class Proxy:
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
         return decision
+
+    def _expect(self, decision: Decision, forward: Forward) -> None:
+        if forward.tokens is None:
+            self._router.skip(decision.rank, "no_token_ids")
+        elif forward.unauditable is not None:
+            self._router.skip(decision.rank, forward.unauditable)
+        else:
+            self._router.expect(decision, forward.tokens, forward.namespace)
 
     async def _exchange(
         self, request: web.Request, forward: Forward, decision: Decision
@@ -112,6 +128,8 @@ class Proxy:
                 return await self._stream(request, upstream, decision)
             with _translated():
                 body = await upstream.read()
+            if upstream.ok:
+                self._router.answered(decision.request_id, usage_of(body))
             return web.Response(body=body, status=upstream.status, headers=_kept(upstream))
 
     async def _stream(
@@ -123,12 +141,16 @@ class Proxy:
             part = await upstream.content.readany()
         self._router.first_token(decision.request_id)
         response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
+        tail = StreamTail()
         try:
             await response.prepare(request)
             while part:
                 await response.write(part)
+                tail.add(part)
                 part = await self._next_part(upstream, decision)
             await response.write_eof()
+            if upstream.ok and upstream.content.exception() is None:
+                self._router.answered(decision.request_id, tail.usage())
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
@@ -150,6 +172,7 @@ class Proxy:
         return error_event(ApiError(502, message, code="worker_lost"))
 
     def _finish(self, decision: Decision) -> None:
+        self._router.abandon(decision.request_id, "no_whole_answer")
         try:
             self._router.finish(decision.request_id)
         except UnknownRequestError:

@@ -18,11 +18,13 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.errors import TransportError
-from kvplug.router.core import Router
 from kvplug.server.app import Api
 from kvplug.server.config import ServerConfig
+from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet
+from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy
@@ -35,7 +37,7 @@ class RouterService:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.router = Router(config.router)
+        self.router = AuditedRouter(config.router, sample=config.audit_sample)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
@@ -44,7 +46,11 @@ class RouterService:
             self.proxy = Proxy(self.router, self.fleet, session)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
-            self._runner = self._make_runner()
+            prompts = Prompts(self.config.tokenizer)
+            self.diagnosis = Diagnosis(self.config, self.fleet, self.router, prompts, session)
+            started.push_async_callback(self.diagnosis.stop)
+            self.diagnosis.start()
+            self._runner = self._make_runner(prompts)
             started.push_async_callback(self._runner.cleanup)
             await self._listen()
             self._started = started.pop_all()
@@ -64,10 +70,10 @@ class RouterService:
         host, port = self._runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _make_runner(self) -> web.AppRunner:
-        prompts = Prompts(self.config.tokenizer)
-        metrics = Metrics(self.router, self.fleet, self.proxy, prompts)
-        api = Api(self.config, self.fleet, self.proxy, prompts, metrics)
+    def _make_runner(self, prompts: Prompts) -> web.AppRunner:
+        metrics = Metrics(self.router, self.fleet, self.proxy, prompts, self.diagnosis)
+        health = Health(self.fleet, self.router, self.diagnosis)
+        api = Api(self.config, self.fleet, self.proxy, prompts, metrics, health)
         # A client that leaves cancels its handler, and with it the work on the engine.
         return web.AppRunner(
             api.application,
@@ -105,10 +111,10 @@ async def serve(config: ServerConfig) -> None:
         loop.add_signal_handler(number, _stop_or_abort, stopping)
     async with RouterService(config) as service:
         logger.info(
-            "listening on %s, mode %s, block size %d, %d workers",
+            "listening on %s, mode %s, block size %s, %d workers",
             service.url,
             config.router.mode,
-            config.router.block_size,
+            config.router.block_size or "as the events say",
             len(config.workers),
         )
         await stopping.wait()

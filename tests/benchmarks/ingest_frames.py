@@ -68,7 +68,7 @@ def main(seed, blocks_per_event, num_blocks):
     socket.recv()
     began = time.monotonic_ns()
     for each in messages:
-        socket.send_multipart(each, copy=False)
+        socket.send_multipart(each)
     print(began, flush=True)  # noqa: T201 - the protocol
     sys.stdin.read()
     context.destroy(linger=0)

@@ -19,7 +19,7 @@ def test_a_query_waits_for_one_slice_only():
                 log.append(number)
                 held.set()
                 asked.wait(TIMEOUT_S)
-                while number == 0 and not lock.is_wanted:
+                while number == 0 and not lock.is_wanted[0]:
                     pass  # the query is about to ask
                 turn.give_way()
 

@@ -14,19 +14,30 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
+    `usage` ends its answers, streamed or not. `says` holds the bodies of further routes.
     """
 
-    def __init__(self, models=(MODEL,)):
+    def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
+        self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.num_cancelled = 0
+        self.num_cancelled, self.usage, self.says = 0, None, {}
 
     async def health(self, request):
         return web.Response()
 
     async def list_models(self, request):
-        cards = [{"id": name, "object": "model", "root": ""} for name in self.models]
+        common = {"object": "model", "owned_by": self.owned_by}
+        cards = [{"id": name, "root": "", **common} for name in self.models]
+        base = self.models[0] if self.models else None
+        cards += [{"id": name, "root": "x", "parent": base, **common} for name in self.adapters]
         return web.json_response({"object": "list", "data": cards})
+
+    async def say(self, request):
+        if request.path not in self.says:
+            raise web.HTTPNotFound
+        body = self.says[request.path]
+        return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
     async def generate(self, request):
         self.num_requests += 1
@@ -39,7 +50,11 @@ class Engine:
             return await self._stream(request)
         if self.behaviour == "refuse":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        return web.json_response({"choices": [{"text": "hi"}]}, headers={"x-engine": "1"})
+        answer = {"choices": [{"text": "hi"}]} | self._usage()
+        return web.json_response(answer, headers={"x-engine": "1"})
+
+    def _usage(self):
+        return {"usage": self.usage} if self.usage else {}
 
     async def _stream(self, request):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -51,6 +66,9 @@ class Engine:
             await self.gate.wait()
         if self.behaviour == "slow":
             await self._wait_for_the_end()
+        if self.usage:
+            chunk = json.dumps({"choices": []} | self._usage()).encode()
+            await response.write(b"data: " + chunk + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -72,6 +90,7 @@ async def served(engine, port=0):
             web.get("/v1/models", engine.list_models),
             web.post("/v1/completions", engine.generate),
             web.post("/v1/chat/completions", engine.generate),
+            web.route("*", "/{path}", engine.say),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -11,6 +11,7 @@ def test_a_worker_is_read_with_its_settings():
     assert WorkerSpec.parse(f"{WORKER},topic=kv@") == WorkerSpec(
         url="http://127.0.0.1:8100", events="tcp://127.0.0.1:5557", topic="kv@"
     )
+    assert WorkerSpec.parse(f"{WORKER},block_size=32").block_size == 32
     assert WorkerSpec.parse("https://host/base/").url == "https://host/base"
 
 
@@ -32,6 +33,12 @@ def test_a_malformed_worker_is_refused_with_the_form(text):
     with pytest.raises(ConfigError, match="expected URL") as refused:
         WorkerSpec.parse(text)
     assert f"worker {text!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize("size", ["0", "x", "-1", "1.5", "65537", ""])
+def test_a_block_size_that_is_none_is_refused(size):
+    with pytest.raises(ConfigError, match=f"block_size='{size}'; expected a whole number in"):
+        WorkerSpec.parse(f"http://host,block_size={size}")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,7 @@ def test_the_command_line_becomes_the_configuration():
     assert (config.router.mode, config.router.block_size, config.port) == ("round_robin", 32, 0)
     assert (config.host, log_level) == ("127.0.0.1", "info")
     assert config.events_bind is None
+    assert parse(["--worker", WORKER])[0].router.block_size is None
 
 
 @pytest.mark.parametrize(

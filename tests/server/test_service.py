@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 
+from examples.demo.tiny_tokenizer import save_tokenizer
+from kvplug import BlockStored, EventBatch, Namespace, Rank
 from kvplug.errors import TransportError
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
@@ -219,6 +221,95 @@ async def test_text_without_a_tokenizer_is_routed_by_load_and_counted(caplog):
     assert 'kvplug_requests_untokenized_total{model="m"} 2.0' in text
     assert caplog.text.count("without prefix knowledge") == 1
     assert "--tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "reason"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "multimodal",
+        ),
+        ("/v1/chat/completions", {"messages": 7}, "untokenizable"),
+        ("/v1/completions", {"prompt": [1, 2], "prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ("/v1/completions", {"prompt": [1, 2, 3, 4], "extra_key": "tenant"}, "extra_key"),
+    ],
+)
+async def test_what_cannot_be_known_of_a_prefix_is_counted_and_named(
+    path, more, reason, caplog, tmp_path
+):
+    save_tokenizer(str(tmp_path))
+    async with routing(Engine(), tokenizer=tmp_path) as (_, client):
+        for _ in range(2):
+            async with client.post(path, json={"model": "m", **more}) as response:
+                assert response.status == 200
+        async with client.get("/metrics") as response:
+            text = await response.text()
+    assert f'kvplug_requests_without_prefix_total{{reason="{reason}"}} 2.0' in text
+    named = caplog.text.count(f"requests without prefix knowledge: {reason}")
+    assert named == (0 if reason == "untokenizable" else 1)
+
+
+def stored(tokens, *, lora=""):
+    event = BlockStored(
+        block_hashes=(hash(lora) % 2**64,),
+        token_ids=tuple(tokens),
+        block_size=4,
+        namespace=Namespace(lora_name=lora),
+    )
+    return EventBatch(events=(event,))
+
+
+async def test_an_adapter_is_asked_for_by_name_and_has_its_own_blocks():
+    first, second = Engine(adapters=["a"]), Engine(adapters=["a"])
+    async with routing(first, second) as (service, client):
+        url = list(service.fleet.workers)[1]
+        service.router.apply(Rank(url), stored([1, 2, 3, 4], lora="a"))
+        for model in ("a", "m"):
+            body = {**COMPLETION, "model": model}
+            async with client.post("/v1/completions", json=body) as response:
+                assert response.status == 200
+            cached = service.proxy.counts[url].num_cached_tokens
+            assert cached == 4  # of the request for "a"; the one for "m" adds nothing
+        async with client.get("/health") as response:
+            assert {w["block_size"] for w in (await response.json())["workers"]} == {4}
+        async with client.get("/v1/models") as response:
+            cards = {card["id"]: card["parent"] for card in (await response.json())["data"]}
+        assert cards == {"a": "m", "m": None}
+    assert first.num_requests + second.num_requests == 2
+
+
+async def test_an_adapter_that_is_loaded_later_is_found():
+    engine = Engine()
+    async with routing(engine) as (service, client):
+        body = {**COMPLETION, "model": "late"}
+        assert (await post_error(client, body))[:2] == (404, "model_not_found")
+        engine.adapters = ["late"]
+        await until(lambda: service.fleet.knows("late"), "the next look finds it")
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("how", [{"model": "m:a"}, {"model": "m", "lora_path": "a"}])
+async def test_an_adapter_of_sglang_goes_only_where_it_is_loaded(how):
+    bare, loaded = Engine(owned_by="sglang"), Engine(adapters=["a"], owned_by="sglang")
+    async with routing(bare, loaded) as (service, client):
+        for _ in range(3):
+            async with client.post("/v1/completions", json={**COMPLETION, **how}) as response:
+                assert response.status == 200
+        assert (await post_error(client, {**COMPLETION, "model": "a"}))[0] == 404
+        assert {section.model for section in service.router.fleet_index.sections} == {"m"}
+    assert (bare.num_requests, loaded.num_requests) == (0, 3)
+
+
+async def test_models_have_indexes_of_their_own():
+    async with routing(Engine(), Engine(models=["n"])) as (service, client):
+        sections = service.router.fleet_index.sections
+        assert {section.model for section in sections} == {"m", "n"}
+        async with client.get("/metrics") as response:
+            text = await response.text()
+    assert 'kvplug_index_blocks{block_size="4",model="n"} 0.0' in text
 
 
 async def test_metrics_count_requests_by_worker():

@@ -133,3 +133,19 @@ def test_an_endpoint_that_is_taken_is_refused(opened):
     taken = opened("tcp://127.0.0.1:*", bind=True).endpoint
     with pytest.raises(TransportError, match=r"cannot bind .*Address already in use"):
         opened(taken, bind=True)
+
+
+async def test_messages_of_other_shapes_do_not_shift_the_stock_ones(publisher, opened):
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    subscription = opened(f"tcp://127.0.0.1:{port}")
+    assert publisher.poll(10_000)
+    publisher.recv()
+    stock = [[b"t", number.to_bytes(8, "big"), b"payload"] for number in range(6)]
+    odd = [[b"t", b"two parts"], [b"u", b"another topic"], [b"t", b"4", b"5", b"6"], [b"v"]]
+    sent = [stock[0], stock[1], odd[0], stock[2], odd[1], stock[3], odd[2], stock[4], odd[3]]
+    sent.append(stock[5])
+    for frames in sent:
+        publisher.send_multipart(frames)
+    received = []
+    await until(lambda: received.extend(subscription.receive(3)) or len(received) == 10, "all")
+    assert received == sent

@@ -1,0 +1,31 @@
+"""Prompt: the tokens of one request, hashed once for each block size that is asked for.
+
+In:  uint32 token ids, the seed of their namespace.   Out: sequence hashes by block size.
+"""
+
+from __future__ import annotations
+
+from kvplug.hashing import BlockHasher, Hashes, Tokens
+
+
+class Prompt:
+    """len(prompt) tokens; hashes(hasher)."""
+
+    __slots__ = ("_hashes", "_seed", "tokens")
+
+    def __init__(self, tokens: Tokens, namespace_seed: int) -> None:
+        self.tokens = tokens
+        self._seed = namespace_seed
+        self._hashes: dict[int, Hashes] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def hashes(self, hasher: BlockHasher) -> Hashes:
+        """uint64[len(self) // block size]; computed when first asked for."""
+        hashes = self._hashes.get(hasher.block_size)
+        if hashes is None:
+            hashes = self._hashes[hasher.block_size] = hasher.sequence_hashes(
+                self.tokens, self._seed
+            )
+        return hashes

@@ -1,0 +1,185 @@
+"""Diagnosis: keeps looking at the fleet and knows what is wrong with it now.
+
+In:  fleet, router, prompts.   Out: findings; a line in the log when one begins or ends.
+
+Engines are asked what they say of themselves when they come up, and every minute from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import NamedTuple
+
+import aiohttp
+
+from kvplug.audit.ledger import RankLedger
+from kvplug.audit.router import AuditedRouter
+from kvplug.events import Rank
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
+from kvplug.server.config import ServerConfig
+from kvplug.server.diagnosis import tokenization
+from kvplug.server.diagnosis.checks import check_all
+from kvplug.server.diagnosis.facts import EngineFacts
+from kvplug.server.diagnosis.finding import Code, Finding
+from kvplug.server.diagnosis.probe import Prober
+from kvplug.server.diagnosis.recent import RecentCounts
+from kvplug.server.diagnosis.view import Disagreement, StreamView, WorkerView
+from kvplug.server.fleet import Fleet, Worker
+from kvplug.server.prompts import Prompts
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 60.0
+# What was skipped once, long ago, is no longer wrong.
+_RECENT_S = 300.0
+
+
+class _Asked(NamedTuple):
+    at_s: float
+    facts: EngineFacts
+    tokenization: Disagreement | None
+
+
+class Diagnosis:
+    """start, stop; ask, look -> findings. `seen` has every (worker, code) that was ever found."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        fleet: Fleet,
+        router: AuditedRouter,
+        prompts: Prompts,
+        session: aiohttp.ClientSession,
+        *,
+        connect_grace_s: float = 5.0,
+    ) -> None:
+        """`connect_grace_s`: how long an event stream may be away before that is a finding."""
+        self.seen: set[tuple[str, Code]] = set()
+        self._config, self._fleet, self._router, self._prompts = config, fleet, router, prompts
+        self._prober = Prober(session, config.connect_timeout_s)
+        self._connect_grace_s = connect_grace_s
+        self._asked: dict[str, _Asked] = {}
+        self._away_since: dict[str, float] = {}
+        self._skips = RecentCounts(_RECENT_S)
+        self._now: set[tuple[str, Code]] = set()
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look from now on, every `health_interval_s`."""
+        self._looking = asyncio.create_task(self._keep_looking(), name="diagnose")
+
+    async def ask(self) -> None:
+        """Ask the workers that are up what they say of themselves, unless that was just done."""
+        await asyncio.gather(*map(self._ask_if_due, self._fleet.workers.values()))
+
+    async def stop(self) -> None:
+        """End what start began."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    def look(self) -> list[Finding]:
+        """What is wrong now, as far as the engines were asked."""
+        findings = check_all(self._views())
+        now = {(finding.worker, finding.code) for finding in findings}
+        for finding in findings:
+            if (finding.worker, finding.code) not in self._now:
+                logger.warning("worker %s: %s", finding.worker, finding)
+        for worker, code in sorted(self._now - now):
+            logger.info("worker %s: %s no longer holds", worker, code)
+        self._now, self.seen = now, self.seen | now
+        return findings
+
+    async def _keep_looking(self) -> None:
+        while True:
+            try:
+                await self.ask()
+                self.look()
+            except Exception:  # a mistake of ours here must not end the looking
+                logger.exception("the diagnosis failed, looking again later")
+            await asyncio.sleep(self._config.health_interval_s)
+
+    async def _ask_if_due(self, worker: Worker) -> None:
+        asked = self._asked.get(worker.url)
+        if not worker.is_up:
+            self._asked.pop(worker.url, None)  # it may come back as another engine
+        elif asked is None or time.monotonic() - asked.at_s > _ASK_AGAIN_S:
+            facts = await self._prober.facts(worker.url)
+            disagreement = await self._disagreement(worker)
+            self._asked[worker.url] = _Asked(time.monotonic(), facts, disagreement)
+
+    async def _disagreement(self, worker: Worker) -> Disagreement | None:
+        for model, served in sorted(worker.models.items()):
+            if served.lora_name:
+                continue  # an adapter has its model's tokenizer
+            root = served.root
+            tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
+            if tokenizer is None:
+                continue
+            found = await tokenization.compare(self._prober, worker.url, model, tokenizer)
+            if found is not None:
+                return found
+        return None
+
+    def _views(self) -> list[WorkerView]:
+        ledgers, alone = self._router.ledgers(), self._hashes_alone()
+        return [
+            self._view(worker, ledgers.get(Rank(worker.url)), is_alone=worker.url in alone)
+            for worker in self._fleet.workers.values()
+        ]
+
+    def _view(self, worker: Worker, ledger: RankLedger | None, *, is_alone: bool) -> WorkerView:
+        asked = self._asked.get(worker.url, _Asked(0.0, EngineFacts(), None))
+        return WorkerView(
+            url=worker.url,
+            down_because=worker.down_because,
+            models={name: served.root for name, served in worker.models.items()},
+            block_size=self._router.index_of(Rank(worker.url)).block_size,
+            num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
+            events=self._events_endpoint(worker),
+            topic=worker.spec.topic,
+            stream=self._stream(worker),
+            ledger=ledger,
+            facts=asked.facts,
+            tokenization=asked.tokenization,
+            untokenized=self._prompts.without_tokenizer,
+            hashes_alone=is_alone,
+        )
+
+    def _events_endpoint(self, worker: Worker) -> str | None:
+        if worker.follower is None:
+            return None
+        return worker.spec.events or self._fleet.events_endpoint
+
+    def _hashes_alone(self) -> set[str]:
+        """Workers outside the largest engine hash space of their index."""
+        alone: set[str] = set()
+        for index in {self._router.index_of(rank) for rank in self._router.ranks}:
+            domains = sorted(index.domains, key=lambda domain: -len(domain.ranks))
+            alone |= {rank.worker for domain in domains[1:] for rank in domain.ranks}
+        return alone
+
+    def _stream(self, worker: Worker) -> StreamView | None:
+        follower = worker.follower
+        if follower is None:
+            return None
+        trust = follower.trust
+        return StreamView(
+            connected=not self._is_away(worker, follower),
+            incomplete=trust.reason if trust.level is Trust.STALE else None,
+            cure=trust.cure or "",
+            num_messages=follower.num_messages,
+            num_stored=follower.num_stored,
+            skipped=self._skips.of(worker.url, follower.skipped.copy(), time.monotonic()),
+        )
+
+    def _is_away(self, worker: Worker, follower: Follower) -> bool:
+        """Whether its events have been unreachable for long, though it is up."""
+        if follower.connected or not worker.is_up:
+            self._away_since.pop(worker.url, None)
+            return False
+        since = self._away_since.setdefault(worker.url, time.monotonic())
+        return time.monotonic() - since >= self._connect_grace_s

@@ -1,0 +1,262 @@
+"""One function per cause: what is wrong with a worker, by what is known of it.
+
+In:  the views of all workers.   Out: findings. Pure: nothing is asked, logged or remembered.
+
+A worker that is down has that one finding; what it said before is not held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
+
+from kvplug.audit.ledger import RankLedger
+from kvplug.index.applied import Refusal
+from kvplug.server.diagnosis.finding import Code, Finding
+from kvplug.server.diagnosis.view import WorkerView
+
+Found = Iterator[Finding]
+
+# So many answers without a trace of their prompts in the index are no chance and no delay.
+_MIN_PROMPTS = 8
+_MIN_SILENT = 3
+_MIN_OTHER_COUNTS = 3
+_MAX_OTHER_COUNTS = 0.01
+_MIN_AUDITED = 200
+_MAX_INCORRECT = 0.01
+
+_SKIPS_OF_THEIR_OWN = {Refusal.BLOCK_SIZE.value, Refusal.UNKNOWN_PARENT.value}
+# Understood and left out on purpose, or answered by following on.
+_HARMLESS_SKIPS = {"duplicate", "removed_in_other_group", Refusal.UNKNOWN_BLOCK.value}
+
+
+def check_all(views: Sequence[WorkerView]) -> list[Finding]:
+    """The findings of a fleet, by worker and then by code."""
+    up = [view for view in views if view.down_because is None]
+    found = [_worker_down(view) for view in views if view.down_because is not None]
+    found += [finding for view in up for check in _OF_WORKER for finding in check(view)]
+    found += [finding for compare in _OF_FLEET for finding in compare(up)]
+    return sorted(found, key=lambda finding: (finding.worker, finding.code))
+
+
+def _worker_down(view: WorkerView) -> Finding:
+    cure = "start the engine, or take the worker out of the router's --worker list"
+    return Finding(view.url, Code.WORKER_DOWN, "an answer", str(view.down_because), cure)
+
+
+def _events(view: WorkerView) -> Found:
+    """Whether the way of the events is open at all."""
+    if view.facts.publishes is False:
+        cure = f"start the engine with --kv-events-config '{_config(view)}'"
+        yield Finding(view.url, Code.EVENTS_OFF, "KV events", "an engine without", cure)
+    elif view.events is None:
+        cure = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
+        yield Finding(view.url, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", cure)
+    elif view.stream is not None and not view.stream.connected:
+        cure = (
+            "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
+            "binds only an address with a `*`, and connects to any other"
+        )
+        yield Finding(view.url, Code.EVENTS_DISCONNECTED, view.events, "no connection", cure)
+
+
+def _config(view: WorkerView) -> str:
+    if view.facts.engine == "sglang":
+        return '{"publisher": "zmq", "endpoint": "tcp://*:5557", "format": "dynamo"}'
+    config = '"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"'
+    return f"{{{config}}}"
+
+
+def _topic(view: WorkerView) -> Found:
+    if view.events and not (view.facts.topic or "").startswith(view.topic) and view.facts.publishes:
+        seen = f"topic {view.facts.topic or ''!r}"
+        cure = "give topic= a prefix of the engine's topic, or leave it out"
+        yield Finding(view.url, Code.TOPIC, f"a topic that begins {view.topic!r}", seen, cure)
+
+
+def _no_events(view: WorkerView) -> Found:
+    """Requests were answered, and the stream is open and silent."""
+    stream, num_prompts = view.stream, _num_prompts_unseen(view.ledger)
+    if stream is None or not stream.connected or stream.num_messages or not num_prompts:
+        return
+    seen = f"none after {num_prompts} answered requests"
+    cure = (
+        "check that the endpoint is this engine's, that its topic begins with topic=, and that "
+        "prefix caching is on"
+    )
+    yield Finding(view.url, Code.NO_EVENTS, "KV events", seen, cure)
+
+
+def _never_matches(view: WorkerView) -> Found:
+    """Blocks are stored, but never those of the requests that were sent."""
+    stream, num_prompts = view.stream, _num_prompts_unseen(view.ledger)
+    if stream is None or not stream.num_stored or not num_prompts:
+        return
+    seen = f"{stream.num_stored} blocks stored, none of {num_prompts} prompts among them"
+    cure = (
+        "the engine hashes or tokenizes what the router does not see: check tokenizer, chat "
+        "template, LoRA adapters, salts (cache_salt, extra_key), and whether the events endpoint "
+        "is another engine's"
+    )
+    yield Finding(view.url, Code.NEVER_MATCHES, "blocks of its requests", seen, cure)
+
+
+def _num_prompts_unseen(ledger: RankLedger | None) -> int:
+    """How many prompts in a row left no block in the index; 0 if any did, or too few came."""
+    if ledger is None or any(ledger.was_stored) or len(ledger.was_stored) < _MIN_PROMPTS:
+        return 0
+    return len(ledger.was_stored)
+
+
+def _incomplete(view: WorkerView) -> Found:
+    if view.stream is None or not view.stream.connected or view.stream.incomplete is None:
+        return
+    seen, cure = view.stream.incomplete, view.stream.cure
+    yield Finding(view.url, Code.EVENTS_INCOMPLETE, "all of its events", seen, cure)
+
+
+def _skipped(view: WorkerView) -> Found:
+    if view.stream is None:
+        return
+    named = _SKIPS_OF_THEIR_OWN | _HARMLESS_SKIPS
+    skipped = {reason: n for reason, n in view.stream.skipped.items() if n and reason not in named}
+    if skipped:
+        seen = ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
+        cure = "docs/diagnosis.md says what each reason means; the log names the first of each"
+        yield Finding(view.url, Code.EVENTS_SKIPPED, "events that can be used", seen, cure)
+
+
+def _replay_off(view: WorkerView) -> Found:
+    if view.facts.publishes and view.facts.replays is False:
+        cure = 'add "replay_endpoint": "tcp://*:5657" to the engine\'s --kv-events-config'
+        seen = "none: what is lost, or was said before the router came, stays unknown"
+        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, cure)
+
+
+def _event_format(view: WorkerView) -> Found:
+    if view.facts.publishes and view.facts.event_format not in (None, "dynamo"):
+        seen = f"{view.facts.event_format}, which gives equal names to blocks of different keys"
+        cure = 'add "format": "dynamo" to the engine\'s --kv-events-config'
+        yield Finding(view.url, Code.EVENT_FORMAT, "format dynamo", seen, cure)
+
+
+def _block_size(view: WorkerView) -> Found:
+    refused = view.stream.skipped[Refusal.BLOCK_SIZE.value] if view.stream else 0
+    size = view.facts.block_size
+    if size in (None, view.block_size) and not refused:
+        return
+    seen = f"{size}" if size not in (None, view.block_size) else "blocks of another size"
+    if refused:
+        seen += f", {refused} blocks refused"
+    flag = "--page-size" if view.facts.engine == "sglang" else "--block-size"
+    cure = f"start the router with --block-size {size or 'of the engine'}, or the engine with "
+    cure += f"{flag} {view.block_size}"
+    yield Finding(view.url, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, cure)
+
+
+def _prefix_caching(view: WorkerView) -> Found:
+    if view.facts.caches is False:
+        cure = "start the engine with --enable-prefix-caching"
+        if view.facts.engine == "sglang":
+            cure = "start the engine without --disable-radix-cache"
+        yield Finding(view.url, Code.PREFIX_CACHING_OFF, "prefix caching", "off", cure)
+
+
+def _hash_mismatch(view: WorkerView) -> Found:
+    if view.hashes_alone:
+        cure = (
+            "routing is right all the same, at more memory; to have one hash space, start all "
+            "engines with one --prefix-caching-hash-algo and one PYTHONHASHSEED"
+        )
+        expected = "the engine hashes of the other workers"
+        yield Finding(view.url, Code.HASH_MISMATCH, expected, "others for equal blocks", cure)
+
+
+def _tokenizer(view: WorkerView) -> Found:
+    """By a text that both tokenized, and by what the engine counts in requests."""
+    cure = "give --tokenizer the folder of the model that this engine serves, chat template and all"
+    if view.tokenization is not None:
+        both = (view.tokenization.ours, view.tokenization.theirs)
+        yield Finding(view.url, Code.TOKENIZER, *both, cure)
+    elif view.ledger is not None and _counts_too_often_otherwise(view.ledger):
+        ours, theirs = view.ledger.last_counts
+        share = f"{sum(view.ledger.counts_differ)} of {len(view.ledger.counts_differ)}"
+        expected, seen = f"a prompt of {ours} tokens", f"{theirs} tokens; {share} requests differ"
+        yield Finding(view.url, Code.TOKENIZER, expected, seen, cure)
+
+
+def _counts_too_often_otherwise(ledger: RankLedger) -> bool:
+    num_other = sum(ledger.counts_differ)
+    share = num_other / len(ledger.counts_differ) if ledger.counts_differ else 0.0
+    return num_other >= _MIN_OTHER_COUNTS and share > _MAX_OTHER_COUNTS
+
+
+def _no_tokenizer(view: WorkerView) -> Found:
+    for model in sorted(view.untokenized & view.models.keys()):
+        seen = f"none for model {model!r}: its text is routed by load alone"
+        cure = "give --tokenizer a folder with tokenizer.json and the chat template"
+        yield Finding(view.url, Code.NO_TOKENIZER, "a tokenizer", seen, cure)
+        return
+
+
+def _data_parallel(view: WorkerView) -> Found:
+    num_ranks = view.facts.num_ranks or view.num_ranks
+    if num_ranks != view.num_ranks:
+        cure = "start one engine per rank, each with a --worker of its own"
+        expected = f"{view.num_ranks} data-parallel rank(s)"
+        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(num_ranks), cure)
+
+
+def _cached_tokens(view: WorkerView) -> Found:
+    num_silent = view.ledger.num_silent if view.ledger else 0
+    if view.facts.reports_cached is not False and num_silent < _MIN_SILENT:
+        return
+    flag = "--enable-prompt-tokens-details"
+    if view.facts.engine == "sglang":
+        flag = "--enable-cache-report"
+    seen = "a usage without: the router's predictions cannot be audited"
+    cure = f"start the engine with {flag}"
+    yield Finding(view.url, Code.NO_CACHED_TOKENS, "cached tokens in the usage", seen, cure)
+
+
+def _incorrect_routing(view: WorkerView) -> Found:
+    ledger = view.ledger
+    if ledger is None or ledger.num_audited < _MIN_AUDITED:
+        return
+    if ledger.incorrect_rate > _MAX_INCORRECT:
+        seen = f"{ledger.incorrect_rate:.1%} of the last audited requests had fewer cached tokens"
+        cure = "see its other findings; kvplug_audited_total says whether events or timing is wrong"
+        expected = f"at most {_MAX_INCORRECT:.0%} incorrectly routed"
+        yield Finding(view.url, Code.INCORRECT_ROUTING, expected, seen, cure)
+
+
+def _models_differ(views: Sequence[WorkerView]) -> Found:
+    """One name, several models: prefixes of one are no use on the other."""
+    roots: dict[str, tuple[str, str]] = {}
+    for view in views:
+        for model, root in view.models.items():
+            first_url, first = roots.setdefault(model, (view.url, root))
+            if PurePosixPath(root).name != PurePosixPath(first).name:
+                expected = f"model {model!r} loaded from {first!r}, as on {first_url}"
+                cure = "give different models different names (--served-model-name)"
+                yield Finding(view.url, Code.MODEL, expected, repr(root), cure)
+
+
+def _versions_differ(views: Sequence[WorkerView]) -> Found:
+    firsts: dict[str, WorkerView] = {}
+    for view in views:
+        if view.facts.version is None:
+            continue
+        first = firsts.setdefault(view.facts.engine, view)
+        if first.facts.version != view.facts.version:
+            expected = f"{view.facts.engine} {first.facts.version}, as on {first.url}"
+            cure = "run one version, or take the finding for a note while you upgrade"
+            yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, cure)
+
+
+_OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
+    *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
+    *(_event_format, _block_size, _prefix_caching, _hash_mismatch, _tokenizer, _no_tokenizer),
+    *(_data_parallel, _cached_tokens, _incorrect_routing),
+)
+_OF_FLEET: tuple[Callable[[Sequence[WorkerView]], Found], ...] = (_models_differ, _versions_differ)

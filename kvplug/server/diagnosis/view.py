@@ -1,0 +1,60 @@
+"""What is known of one worker, in the terms of the checks.
+
+In:  nothing; the parts that know fill it in.   Out: WorkerView.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvplug.audit.ledger import RankLedger
+from kvplug.server.diagnosis.facts import EngineFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamView:
+    """A worker's event stream. incomplete: why not all of its blocks are known,
+    or None; cure: of that.
+    """
+
+    connected: bool
+    incomplete: str | None = None
+    cure: str = ""
+    num_messages: int = 0
+    num_stored: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Two counts or two texts that should be equal."""
+
+    ours: str
+    theirs: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker. models: name -> where it was loaded from.
+
+    block_size, num_ranks, topic: what the router goes by; events: the endpoint that it was given;
+    stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
+    untokenized: models whose text cannot be tokenized here, though it was asked for;
+    hashes_alone: its engine hashes differ from the other workers' for equal blocks.
+    """
+
+    url: str
+    down_because: str | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
+    block_size: int = 16
+    num_ranks: int = 1
+    events: str | None = None
+    topic: str = ""
+    stream: StreamView | None = None
+    ledger: RankLedger | None = None
+    facts: EngineFacts = field(default_factory=EngineFacts)
+    tokenization: Disagreement | None = None
+    untokenized: frozenset[str] = frozenset()
+    hashes_alone: bool = False

@@ -1,0 +1,55 @@
+"""What an engine says it serves: models, and LoRA adapters of them.
+
+In:  the answer to GET /v1/models.   Out: by the name that a request asks for, what it gets.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What stands behind a name.
+
+    base: the model; lora_name: the adapter on top of it, "" for none; root: where the engine
+    loaded the model from, the folder of the tokenizer that is used with adapters, too.
+    """
+
+    base: str
+    lora_name: str = ""
+    root: str = ""
+
+
+def served_by(answer: bytes) -> dict[str, Served]:
+    """By name, from OpenAI's list of models; raises msgspec.DecodeError, which is a ValueError."""
+    cards = msgspec.json.decode(answer, type=_List).data
+    roots = {card.id: card.root or "" for card in cards if not card.parent}
+    return {_name(card): _served(card, roots) for card in cards}
+
+
+def model_of(served: dict[str, Served]) -> str:
+    """The name that workers with the same model have in common: the first one they list."""
+    return next((model.base for model in served.values()), "")
+
+
+def _name(card: _Card) -> str:
+    # SGLang (0.5.23) lists an adapter by its bare name, but takes that for the base model; what it
+    # understands is base:adapter. vLLM (0.32) takes the name that it lists.
+    return f"{card.parent}:{card.id}" if card.parent and card.owned_by == "sglang" else card.id
+
+
+def _served(card: _Card, roots: dict[str, str]) -> Served:
+    if not card.parent:
+        return Served(card.id, "", roots[card.id])
+    return Served(card.parent, card.id, roots.get(card.parent, ""))
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    owned_by: str = ""
+
+
+class _List(msgspec.Struct):
+    data: list[_Card]

@@ -1,0 +1,104 @@
+"""A real vLLM in a process of its own, asked by lines (vllm_on_lines.py), and a router after it."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from examples.demo.ports import free_ports
+from kvplug import Namespace, Rank
+from kvplug.ingest.follower import Follower
+from tests.plugs.stock_client import wait_until
+
+SCRIPT = Path(__file__).with_name("vllm_on_lines.py")
+NUM_BLOCKS = 48
+
+
+class LineEngine:
+    """A context manager; `ask` it, and let a router `follow` it."""
+
+    def __init__(self, name, python, model_dir, *, hash_seed="0", lora=None, **llm):
+        [self.port] = free_ports(1)
+        self.name, self._lora = name, lora
+        settings = {
+            "model": str(model_dir),
+            "port": self.port,
+            "lora": lora and str(lora),
+            "llm": {"num_gpu_blocks_override": NUM_BLOCKS, **llm},
+        }
+        self._command = [str(python), str(SCRIPT), json.dumps(settings)]
+        self._env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        self.num_batches, self.blocks = 0, set()
+
+    def __enter__(self):
+        pipe = subprocess.PIPE
+        # Its end of the pipe is the lifeline: the engine ends when this process is gone.
+        self._process = subprocess.Popen(
+            self._command, env=self._env, stdin=pipe, stdout=pipe, text=True
+        )
+        return self
+
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def wait_ready(self):
+        assert self._answer() == {"ready": True}
+
+    def ask(self, *prompts, **how):
+        """Cached tokens of each prompt, as the engine counts them."""
+        self._process.stdin.write(json.dumps({"prompts": prompts, **how}) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.num_batches, self.blocks = answer["num_batches"], set(answer["blocks"])
+        self.generated = answer["generated"]
+        return answer["cached"]
+
+    def _answer(self):
+        line = self._process.stdout.readline()
+        assert line, f"{self.name} ended with {self._process.wait()}"
+        return json.loads(line)
+
+
+class Followed:
+    """One engine as a worker of a router."""
+
+    def __init__(self, engine, router, listener):
+        self.engine, self.router = engine, router
+        self.rank = Rank(engine.name)
+        self.follower = Follower(router, self.rank)
+        listener.follow(self.follower, f"tcp://127.0.0.1:{engine.port}")
+        wait_until(lambda: self.follower.connected, "the event stream is connected")
+
+    def settle(self):
+        """Wait until every batch that the engine published is applied."""
+        last = self.engine.num_batches - 1
+        arrived = lambda: last < 0 or self.follower.sequence.last == last  # noqa: E731
+        wait_until(arrived, "every batch has arrived")
+
+    def apart(self):
+        """How many blocks only the engine has, and how many only the index."""
+        self.settle()
+        index = self.router.index_of(self.rank)
+        index.check()
+        held = {int(name) for name in index.engine_hashes_of(self.rank)}
+        return len(self.engine.blocks - held), len(held - self.engine.blocks)
+
+    def predicted(self, tokens, *, salt="", lora=""):
+        """What the router expects to be cached; vLLM always computes the last token itself."""
+        self.settle()
+        decision = self.router.route(
+            tokens, workers=[self.rank.worker], namespace=Namespace(lora, salt)
+        )
+        self.router.finish(decision.request_id)
+        most = (len(tokens) - 1) // decision.block_size * decision.block_size
+        return min(decision.cached_tokens, most)
+
+    def check_prediction(self, tokens, **namespace):
+        """Returns the cached tokens, equal on both sides."""
+        expected = self.predicted(tokens, **namespace)
+        [cached] = self.engine.ask(tokens, **namespace)
+        assert cached == expected, (cached, expected, namespace)
+        return cached

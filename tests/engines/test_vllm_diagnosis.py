@@ -1,0 +1,133 @@
+"""Real vLLM started with the wrong settings: each one is named, with its cure.
+
+vLLM 0.32.0 says what it does in GET /version, /kv_event_sources and /metrics.
+"""
+
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from examples.demo.vllm_server import VllmServer, VllmSettings
+from kvplug.router.config import RouterConfig
+from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.diagnosis.finding import Code
+from kvplug.server.service import RouterService
+from tests.engines.test_vllm_served import complete, ids
+from tests.server.diagnosis.conftest import save_word_tokenizer
+from tests.server.diagnosis.test_doctor import doctor
+from tests.waiting import until
+
+
+class Silent(VllmServer):
+    """Publishes no events, and reports no cached tokens."""
+
+    def _command(self):
+        command = super()._command()
+        at = command.index("--kv-events-config")
+        return [
+            part
+            for place, part in enumerate(command)
+            if place not in (at, at + 1) and part != "--enable-prompt-tokens-details"
+        ]
+
+
+class WithoutReplay(VllmServer):
+    """Publishes events, and keeps none."""
+
+    def _events_config(self):
+        return json.dumps(json.loads(super()._events_config()) | {"replay_endpoint": None})
+
+
+@pytest.fixture(scope="module")
+def engines(vllm_python, tiny_model, tmp_path_factory):
+    log_dir = tmp_path_factory.mktemp("misconfigured")
+    settings = VllmSettings(python=vllm_python, model_dir=tiny_model)
+    kinds = {"silent": Silent, "no-replay": WithoutReplay}
+    engines = [kind(name, settings, log_dir=log_dir) for name, kind in kinds.items()]
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@asynccontextmanager
+async def routing(*specs, block_size=32, **more):
+    config = ServerConfig(
+        workers=specs,
+        port=0,
+        router=RouterConfig(block_size=block_size, mode="round_robin"),
+        health_interval_s=0.2,
+        **more,
+    )
+    async with RouterService(config) as service, aiohttp.ClientSession(service.url) as client:
+        await service.diagnosis.ask()
+        yield service, client
+
+
+def spec_of(engine, **more):
+    return WorkerSpec(url=engine.url, events=engine.events_endpoint, **more)
+
+
+def found(service, engine):
+    return {f.code: f for f in service.diagnosis.look() if f.worker == engine.url}
+
+
+async def test_wrong_settings_are_named_and_their_cures_are_the_engines_flags(engines):
+    silent, other = engines
+    specs = (spec_of(silent), spec_of(other, topic="kv@elsewhere"))
+    async with routing(*specs, block_size=16) as (service, client):
+        assert found(service, silent).keys() == {Code.BLOCK_SIZE, Code.EVENTS_OFF}
+        assert found(service, other).keys() == {Code.BLOCK_SIZE, Code.TOPIC, Code.REPLAY_OFF}
+        for _ in range(16):  # by turns
+            await complete(client, ids(80, 100), max_tokens=1)
+        await until(lambda: Code.NO_EVENTS in found(service, other), "the silence is found")
+        findings = found(service, silent)
+        assert Code.NO_CACHED_TOKENS in findings
+        assert "--enable-prompt-tokens-details" in findings[Code.NO_CACHED_TOKENS].cure
+        assert "--kv-events-config '{" in findings[Code.EVENTS_OFF].cure
+        assert "--block-size 32" in findings[Code.BLOCK_SIZE].cure
+        code, out, _ = await doctor("--url", service.url)
+        assert code == 1
+        assert all(each in out for each in (silent.url, other.url, "no_cached_tokens", "topic"))
+
+
+async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engines):
+    _, other = engines
+    async with routing(spec_of(other)) as (service, client):
+        for number in range(10):
+            await complete(client, ids(90 + number, 100), max_tokens=1)
+        [ledger] = service.router.ledgers().values()
+        await until(lambda: service.router.ledgers() and len(ledger.was_stored) == 10, "all settle")
+        # The tokenizer was compared with the engine's /tokenize, too, and the topic was right.
+        codes = found(service, other).keys() - {Code.EVENTS_INCOMPLETE}
+        assert codes == {Code.REPLAY_OFF}
+        assert all(ledger.was_stored)
+        assert ledger.num_audited == 10
+    worker = f"{other.url},events={other.events_endpoint}"
+    code, out, _ = await doctor("--worker", worker, "--block-size", "32")
+    assert (code, out.split()[:2]) == (1, [other.url, "replay_off"])
+
+
+async def test_blocks_of_another_size_are_refused_and_counted(engines):
+    _, other = engines
+    async with routing(spec_of(other), block_size=64) as (service, client):
+        follower = service.fleet.workers[other.url].follower
+        await until(lambda: follower.connected, "its events are followed")
+        await complete(client, ids(110, 100), max_tokens=1)
+        await until(lambda: follower.skipped["block_size"] == 3, "its blocks are refused")
+        assert found(service, other)[Code.BLOCK_SIZE].seen == "32, 3 blocks refused"
+
+
+async def test_a_tokenizer_that_is_not_the_engines_is_named(engines, tmp_path):
+    _, other = engines
+    async with routing(spec_of(other), tokenizer=save_word_tokenizer(tmp_path)) as (service, _):
+        finding = found(service, other)[Code.TOKENIZER]
+        assert finding.expected.startswith("a probe text in ")
+        assert finding.seen != finding.expected

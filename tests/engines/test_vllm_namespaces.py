@@ -1,0 +1,139 @@
+"""What keeps equal tokens apart, on real vLLM: salt, LoRA, model, hash seed."""
+
+import random
+
+import pytest
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.ingest.listener import EventListener
+from tests.engines.line_engine import Followed, LineEngine
+
+BLOCK_SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def listener():
+    listener = EventListener()
+    listener.start()
+    yield listener
+    listener.stop()
+
+
+@pytest.fixture(scope="module")
+def chunking(vllm_python, tiny_model, tmp_path_factory):
+    """It prefills at most two blocks in a step, and has a LoRA adapter."""
+    with LineEngine(
+        "chunking",
+        vllm_python,
+        tiny_model,
+        lora=tmp_path_factory.mktemp("lora") / "adapter",
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=2 * BLOCK_SIZE,
+    ) as engine:
+        engine.wait_ready()
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def router():
+    return Router(RouterConfig(speculative_ttl_s=0.0))  # what events say, and nothing else
+
+
+@pytest.fixture(scope="module")
+def followed(chunking, router, listener):
+    router.add_worker(chunking.name, model="tiny-llama")
+    return Followed(chunking, router, listener)
+
+
+def tokens(seed, count):
+    rnd = random.Random(seed)
+    return [rnd.randrange(10, 4000) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "namespace",
+    [
+        {"salt": "tenant"},
+        {"lora": "adapter"},
+        {"lora": "adapter", "salt": "tenant"},
+        {"lora": "adapter", "salt": "adapter"},
+    ],
+    ids=lambda namespace: "+".join(namespace.values()),
+)
+def test_chunks_and_decoded_blocks_inherit_the_namespace(followed, namespace):
+    # The first chunk is two of six blocks; three more are decoded.
+    prompt, chunking = tokens(str(namespace), 6 * BLOCK_SIZE + 5), followed.engine
+    assert chunking.ask(prompt, max_tokens=3 * BLOCK_SIZE, **namespace) == [0]
+    assert followed.apart() == (0, 0)
+    [answer] = chunking.generated
+    whole = prompt + answer
+    assert followed.check_prediction([*whole, 7, 8], **namespace) == 9 * BLOCK_SIZE
+    others = [{}, {"salt": "other"}, {"lora": "adapter", "salt": "other"}]
+    assert [followed.check_prediction(whole, **other) for other in others] == [0, 0, 0]
+    assert followed.apart() == (0, 0)
+    assert dict(followed.follower.skipped) == {}
+
+
+def test_random_namespaces_with_evictions_are_predicted_exactly(followed):
+    rnd = random.Random(3)
+    prefixes = [tokens(i, 4 * BLOCK_SIZE) for i in range(3)]
+    namespaces = [{}, {"salt": "a"}, {"salt": "b"}, {"lora": "adapter"}]
+    cached = []
+    for i in range(40):
+        prompt = rnd.choice(prefixes)[: rnd.randrange(1, 129)] + tokens(100 + i, rnd.randrange(70))
+        cached.append(followed.check_prediction(prompt or [7], **rnd.choice(namespaces)))
+    assert followed.apart() == (0, 0)
+    assert len(set(cached)) > 3
+    assert followed.follower.num_removed > 20
+    assert len(followed.router.index_of(followed.rank).domains) == 1
+
+
+def test_another_hash_seed_is_a_domain_of_its_own(followed, vllm_python, tiny_model, listener):
+    check_second_engine(
+        followed,
+        listener,
+        LineEngine("seed-1", vllm_python, tiny_model, hash_seed="1", block_size=BLOCK_SIZE),
+        model="tiny-llama",
+    )
+    assert len(followed.router.index_of(followed.rank).domains) == 2
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_another_model_is_kept_apart_whatever_its_block_size(
+    followed, vllm_python, tiny_model, listener, block_size
+):
+    other = LineEngine(
+        f"four-layers-{block_size}",
+        vllm_python,
+        tiny_model,
+        block_size=block_size,
+        load_format="dummy",
+        hf_overrides={"num_hidden_layers": 4},
+    )
+    num_same = check_second_engine(followed, listener, other, model="four-layers")
+    # The model is not in vLLM's hashes: equal blocks of two models have the same names.
+    assert (num_same > 0) == (block_size == BLOCK_SIZE)
+    assert followed.router.index_of(Rank(other.name)).block_size == block_size
+    assert followed.router.index_of(Rank(other.name)) is not followed.router.index_of(followed.rank)
+
+
+def check_second_engine(followed, listener, engine, *, model):
+    """The same prompts on both, in part: each is predicted for itself.
+
+    Returns how many blocks have the same name on both.
+    """
+    with engine:
+        engine.wait_ready()
+        router = followed.router
+        router.add_worker(engine.name, model=model)
+        second = Followed(engine, router, listener)
+        prompt = tokens(model + engine.name, 5 * BLOCK_SIZE)
+        followed.engine.ask(prompt[: 2 * BLOCK_SIZE + 1]), engine.ask(prompt)
+        for part in (prompt, [*prompt, 9], prompt[:40], tokens(5, 70)):
+            for salt in ("", "tenant"):
+                followed.check_prediction(part, salt=salt)
+                second.check_prediction(part, salt=salt)
+        assert second.check_prediction([*prompt, 9, 9]) >= 4 * BLOCK_SIZE
+        assert (followed.apart(), second.apart()) == ((0, 0), (0, 0))
+        assert (dict(followed.follower.skipped), dict(second.follower.skipped)) == ({}, {})
+        return len(followed.engine.blocks & engine.blocks)

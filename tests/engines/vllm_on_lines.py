@@ -1,0 +1,91 @@
+"""Run by vLLM's own interpreter: real vLLM in this process, asked by lines of JSON.
+
+usage: python vllm_on_lines.py '{"model": DIR, "port": EVENTS_PORT, "lora": FOLDER, "llm": {...}}'
+
+In:  one object a line: prompts (token ids), salt, lora, max_tokens.
+Out: one object a line: cached tokens of each prompt, batches published so far, and the blocks in
+the engine's pool under the ids that its events use. The first line comes when it is ready.
+"""
+
+import json
+import os
+import sys
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+from pathlib import Path
+
+from tiny_adapter import save_adapter
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config.kv_events import KVEventsConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+
+def main(settings):
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = Engine(settings)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(engine.answer(**json.loads(line))), file=answers, flush=True)
+
+
+class Engine:
+    def __init__(self, settings):
+        self.lora_folder = settings.get("lora")
+        lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if self.lora_folder else {}
+        if self.lora_folder:
+            save_adapter(Path(self.lora_folder))
+        self.llm = LLM(
+            settings["model"],
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=4,
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=f"tcp://*:{settings['port']}",
+            ),
+            **lora,
+            **settings["llm"],
+        )
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.num_batches = 0
+        self._publish = scheduler.kv_event_publisher.publish
+        scheduler.kv_event_publisher.publish = self._count_and_publish
+
+    def _count_and_publish(self, batch):
+        self.num_batches += 1
+        self._publish(batch)
+
+    def answer(self, prompts, salt=None, lora=None, max_tokens=1):
+        salted = {"cache_salt": salt} if salt else {}
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=ids, **salted) for ids in prompts],
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0),
+            use_tqdm=False,
+            lora_request=LoRARequest(lora, 7, self.lora_folder) if lora else None,
+        )
+        keys = self.pool.cached_block_hash_to_block._cache
+        return {
+            "cached": [output.num_cached_tokens for output in outputs],
+            "generated": [list(output.outputs[0].token_ids) for output in outputs],
+            "num_batches": self.num_batches,
+            "blocks": [maybe_convert_block_hash(get_block_hash(key)) for key in keys],
+        }
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

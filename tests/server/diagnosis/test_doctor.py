@@ -1,0 +1,77 @@
+"""`python -m kvplug.router doctor` as a user runs it."""
+
+import asyncio
+import os
+import sys
+
+import pytest
+
+from tests.server.diagnosis.test_board import SOUND_VLLM, vllm
+from tests.server.diagnosis.test_facts import METRICS
+from tests.server.engine import served
+from tests.server.test_service import routing
+from tests.waiting import until
+
+
+async def doctor(*arguments):
+    """(exit code, stdout, stderr)"""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvplug.router", "doctor", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_findings_of_a_running_router_are_a_table_and_exit_code_1():
+    async with routing(vllm(metrics=METRICS)) as (service, _):
+        await until(lambda: len(service.diagnosis.look()) == 2, "the block size is found")
+        code, out, err = await doctor("--url", service.url)
+        [url] = service.fleet.workers
+    assert (code, err) == (1, "")
+    assert out.splitlines()[:5] == [
+        url,
+        "  block_size",
+        "    expected  blocks of 4 tokens",
+        "    seen      32",
+        "    cure      start the router with --block-size 32, or the engine with --block-size 4",
+    ]
+    assert "  no_event_endpoint\n" in out
+
+
+async def test_workers_can_be_asked_without_a_router():
+    engine = vllm(kv_event_sources={})
+    async with served(engine) as url:
+        code, out, err = await doctor("--worker", url, "--block-size", "4")
+        assert (code, err) == (1, "")
+        assert "events_off" in out
+        assert "block_size" not in out
+        code, out, _ = await doctor("--worker", "http://127.0.0.1:9", "--block-size", "4")
+        assert (code, "worker_down" in out) == (1, True)
+
+
+async def test_a_sound_fleet_is_exit_code_0(publisher):
+    engine = vllm()
+    engine.says = SOUND_VLLM
+    async with served(engine) as url:
+        worker = f"{url},events={publisher.endpoint}"
+        assert await doctor("--worker", worker, "--block-size", "4") == (0, "nothing found\n", "")
+
+
+@pytest.mark.parametrize("answer", [None, b"<html>", {"status": "ok"}])
+async def test_nobody_to_ask_is_exit_code_2(answer):
+    engine = vllm()
+    async with served(engine) as url:
+        if answer is None:
+            url = "http://127.0.0.1:9"
+        code, out, err = await doctor("--url", url)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"doctor: no answer from a router at {url}: ")
+
+
+async def test_wrong_arguments_are_exit_code_2_with_a_sentence():
+    code, _, err = await doctor("--worker", "nonsense")
+    assert code == 2
+    assert "no http URL" in err

@@ -1,0 +1,114 @@
+"""Causes that only traffic shows, with simulated engines and their real event streams."""
+
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from kvplug import EventBatch, Rank
+from kvplug.router.config import RouterConfig
+from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.diagnosis.finding import Code
+from kvplug.server.service import RouterService
+from kvplug.sim.service import EngineService
+from tests.ingest.publisher import stored
+from tests.sim.test_service import config
+from tests.waiting import until
+
+PROMPTS = [[number] * 20 for number in range(10)]
+
+
+@asynccontextmanager
+async def routing(engine_config=None, *, topic="", block_size=4, early_prompt=None, **more):
+    """A router in front of one simulated engine; (service, client)."""
+    async with AsyncExitStack() as started:
+        engine = await started.enter_async_context(EngineService(engine_config or config()))
+        if early_prompt is not None:
+            async with aiohttp.ClientSession(engine.url) as client:
+                await ask_all(client, [early_prompt])
+        spec = WorkerSpec(url=engine.url, events=engine.events_endpoint, topic=topic)
+        router = RouterConfig(block_size=block_size)
+        settings = ServerConfig(
+            workers=(spec,), port=0, router=router, health_interval_s=0.05, **more
+        )
+        service = await started.enter_async_context(RouterService(settings))
+        [worker] = service.fleet.workers.values()
+        await until(lambda: worker.follower.connected, "events are followed")
+        yield service, await started.enter_async_context(aiohttp.ClientSession(service.url))
+
+
+async def ask_all(client, prompts=PROMPTS):
+    for prompt in prompts:
+        body = {"model": "simulated", "prompt": prompt, "max_tokens": 1}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+
+
+def codes(service):
+    return {finding.code for finding in service.diagnosis.look()}
+
+
+async def test_a_sound_engine_has_no_findings():
+    async with routing() as (service, client):
+        await ask_all(client)
+        [rank] = service.router.ledgers()
+        ledgers = service.router.ledgers
+        await until(lambda: len(ledgers()[rank].was_stored) == len(PROMPTS), "all are settled")
+        assert all(ledgers()[rank].was_stored)
+        assert codes(service) == set()
+
+
+async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
+    async with routing(block_size=8) as (service, client):
+        await ask_all(client)
+
+        def found():
+            every = service.diagnosis.look()
+            return [f for f in every if f.code is Code.BLOCK_SIZE and "50 blocks" in f.seen]
+
+        [finding] = await until(found, "all blocks are refused")
+        assert "--block-size 4" in finding.cure
+
+
+async def test_a_stream_that_stays_silent_is_found():
+    async with routing(config(topic="kv@a"), topic="kv@b") as (service, client):
+        await ask_all(client)
+        await until(lambda: Code.NO_EVENTS in codes(service), "the silence is found")
+
+
+async def test_blocks_that_never_match_are_found_and_forgotten_when_they_do(tiny_tokenizer_dir):
+    texts = [chr(ord("a") + number) + " quick fox" * 9 for number in range(10)]
+    async with routing(tokenizer=tiny_tokenizer_dir) as (service, client):
+        await ask_all(client, texts)
+        await until(lambda: Code.TOKENIZER in codes(service), "the tokenizer is found wrong")
+        await until(lambda: Code.NEVER_MATCHES in codes(service), "the mismatch is found")
+        await ask_all(client)
+        await until(lambda: Code.NEVER_MATCHES not in codes(service), "the finding is over")
+
+
+async def test_a_router_that_comes_late_does_not_know_all():
+    async with routing(early_prompt=PROMPTS[0]) as (service, client):
+        await ask_all(client)
+        await until(lambda: Code.EVENTS_INCOMPLETE in codes(service), "the gap is found")
+        [found] = [f for f in service.diagnosis.look() if f.code is Code.EVENTS_INCOMPLETE]
+        assert found.cure
+        [rank] = service.router.ledgers()
+        assert 0.5 <= service.router.accuracy(rank) <= 1
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+async def test_engines_that_hash_otherwise_are_named(is_other):
+    urls = ["http://127.0.0.1:9", "http://127.0.0.1:19"]
+    workers = tuple(WorkerSpec(url=url) for url in urls)
+    settings = ServerConfig(workers=workers, port=0, router=RouterConfig(block_size=4))
+    async with RouterService(settings) as service:
+        [first, second] = service.fleet.workers.values()
+        event = stored(0, num_blocks=3)
+        service.router.apply(Rank(first.url), EventBatch(events=(event,)))
+        if is_other:
+            names = tuple(name + 1 for name in event.block_hashes)
+            event = type(event)(block_hashes=names, token_ids=event.token_ids, block_size=4)
+        service.router.apply(Rank(second.url), EventBatch(events=(event,)))
+        for worker in (first, second):
+            worker.down_because = None
+        assert (Code.HASH_MISMATCH in codes(service)) == is_other
