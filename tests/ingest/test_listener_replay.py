@@ -142,6 +142,20 @@ async def test_what_the_buffer_no_longer_has_is_named(
     assert "buffer_steps" in follower.trust.cure
 
 
+async def test_a_gap_that_begins_where_the_buffer_begins_is_not_proved(
+    router, follower, listener, publisher, server
+):
+    server.history = [message(0, stored(1))]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: names(router) == [1000], "the first message is applied")
+    server.history = [message(n, stored(10 * n + 1)) for n in (1, 2)]
+    publisher.send(server.history[1])
+    await until(lambda: names(router) == [11_000, 21_000], "what can be from another life is gone")
+    assert follower.trust.level is Trust.STALE
+    assert "nothing proves" in follower.trust.reason
+
+
 async def test_a_silent_endpoint_is_named_and_asked_again(
     router, follower, listener, publisher, server
 ):
