@@ -344,8 +344,11 @@ class Repair:
         assert self.order is not None
         order = self.order
         self.num_failures += 1
+        if order.is_check:
+            self._leave_check()
+            return
         self._num_tries += 1
-        if self._num_tries < self._settings.max_tries and not order.is_check:
+        if self._num_tries < self._settings.max_tries:
             self._ask(everything=order.asks_everything and not order.is_proved)
             return
         logger.warning("%s: replay failed %d times: %s", self._name, self._num_tries, reason)
@@ -353,11 +356,16 @@ class Repair:
         self._num_tries = 0
         self._paused_until_s = self._clock() + self._settings.pause_s
         held = self._held.take()
-        if not order.is_check:
-            self._clear(trust.MUTE)
-            if held:
-                self.last = held[0][0] - 1
+        self._clear(trust.MUTE)
+        if held:
+            self.last = held[0][0] - 1
         self.receive([*held])
+
+    def _leave_check(self) -> None:
+        """Nothing is known to be missing, so nothing is given up; a gap is asked for at once."""
+        self.order = None
+        self._check_at_s = self._clock() + self._settings.check_every_s
+        self.receive([*self._held.take()])
 
     def _receive_held(self, num_waiting: int) -> None:
         """Go on with what came while the engine answered.

@@ -69,6 +69,21 @@ def test_a_lost_connection_forgets_everything(router, follower):
     assert (len(router.index), follower.trust.reason) == (1, None)
 
 
+def test_a_check_without_an_answer_keeps_no_gap_from_being_asked_for(router):
+    now_s = [0.0]
+    follower = Follower(router, RANK, clock=lambda: now_s[0])
+    follower.can_replay = True
+    follower.on_connected()
+    follower.replayed([(0, message(0, stored(1))[2])])
+    follower.replay_ended()
+    for now_s[0] in (2.0, 8.0):  # it falls silent, is asked, and says nothing
+        follower.tick()
+    assert (follower.trust.level, follower.replay_order) == (Trust.EXACT, None)
+    follower.receive(message(5, stored(9)))
+    assert follower.replay_order.start == 0
+    assert len(router.index) == 1
+
+
 def test_joining_late_is_said(follower):
     follower.receive(message(17, stored(1)))
     assert follower.trust.reason == "the router joined after the engine's first events"

@@ -142,6 +142,19 @@ async def test_what_the_buffer_no_longer_has_is_named(
     assert "buffer_steps" in follower.trust.cure
 
 
+async def test_a_gap_that_begins_where_the_buffer_begins_is_filled(
+    router, follower, listener, publisher, server
+):
+    server.history = [message(0, stored(1))]
+    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    publisher.wait_for_a_subscriber()
+    await until(lambda: names(router) == [1000], "the first message is applied")
+    server.history = [message(n, stored(10 * n + 1)) for n in (1, 2)]
+    publisher.send(server.history[1])
+    await until(lambda: names(router) == [1000, 11_000, 21_000], "the gap is filled")
+    await until(lambda: follower.trust.level is Trust.EXACT, "it is exact again")
+
+
 async def test_a_silent_endpoint_is_named_and_asked_again(
     router, follower, listener, publisher, server
 ):
