@@ -171,6 +171,7 @@ class Diagnosis:
             connected=not self._is_away(worker, follower),
             incomplete=trust.reason if trust.level is Trust.STALE else None,
             cure=trust.cure or "",
+            can_replay=follower.can_replay or worker.spec.events is None,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,
             skipped=self._skips.of(worker.url, follower.skipped.copy(), time.monotonic()),

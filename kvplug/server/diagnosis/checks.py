@@ -131,6 +131,10 @@ def _replay_off(view: WorkerView) -> Found:
         cure = 'add "replay_endpoint": "tcp://*:5657" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
         yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, cure)
+    elif view.facts.replays and view.stream is not None and not view.stream.can_replay:
+        cure = "add replay=ENDPOINT, the engine's replay_endpoint, to its --worker"
+        seen = "one, which the router was not told of"
+        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint that is used", seen, cure)
 
 
 def _event_format(view: WorkerView) -> Found:

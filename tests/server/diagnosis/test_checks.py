@@ -100,6 +100,12 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
         ),
         ({"facts": facts(replays=False)}, Code.REPLAY_OFF, "none", '"replay_endpoint"'),
         (
+            {"facts": facts(replays=True), "stream": stream(can_replay=False)},
+            Code.REPLAY_OFF,
+            "was not told of",
+            "replay=ENDPOINT",
+        ),
+        (
             {"facts": facts(engine="sglang", event_format="default")},
             Code.EVENT_FORMAT,
             "default",

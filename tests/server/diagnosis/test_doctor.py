@@ -56,7 +56,7 @@ async def test_a_sound_fleet_is_exit_code_0(publisher):
     engine = vllm()
     engine.says = SOUND_VLLM
     async with served(engine) as url:
-        worker = f"{url},events={publisher.endpoint}"
+        worker = f"{url},events={publisher.endpoint},replay={publisher.endpoint}"
         assert await doctor("--worker", worker, "--block-size", "4") == (0, "nothing found\n", "")
 
 
