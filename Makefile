@@ -64,6 +64,10 @@ fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing rai
 	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzz.guided --seconds $(SECONDS)
 
+.PHONY: bench-ingest
+bench-ingest: $(READY)  ## raw stock frames to the index beside Dynamo's SelectionService, and queries meanwhile; bench-results/ingest.json
+	$(BIN)/python -m tests.benchmarks.ingest
+
 .PHONY: test
 test: $(READY)  ## everything, real engines included
 	@echo 'make test 1/3: everything that needs no engine'
