@@ -1,5 +1,5 @@
 """Dynamo's side of `make bench-ingest`: SelectionService of ai-dynamo-runtime, fed by the same
-frames. It gets both cores."""
+frames, on as many cores as the case says."""
 
 import asyncio
 import os
@@ -13,6 +13,7 @@ from dynamo._core import SelectionService
 from tests.benchmarks.ingest_tokens import BLOCK_SIZE, last_tokens
 from tests.benchmarks.sides import serve
 
+CORES = sorted(os.sched_getaffinity(0))
 TIMEOUT_S = 60.0
 
 
@@ -30,6 +31,7 @@ class Service:
 
     async def stream(self, case):
         """[when the last block was in, monotonic ns]."""
+        self.pin(case["cores"])
         await self.follow(case["port"])
         await self.until_known(last_tokens(case["seed"]))
         ended = time.monotonic_ns()
@@ -49,6 +51,11 @@ class Service:
         await self.until_known(last_tokens(case["seed"]))
         await self.service.delete_worker(self.num_workers)
         return latencies
+
+    def pin(self, num_cores):
+        """All threads, those of the service included."""
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), CORES[:num_cores])
 
     async def follow(self, port):
         if self.service is None:

@@ -6,6 +6,7 @@ Prints its port; sends everything once somebody has subscribed; prints when it b
 monotonic clock, which all processes share. Ends with its standard input.
 """
 
+import os
 import random
 import sys
 import time
@@ -60,6 +61,7 @@ def message(number, event, encoder):
 
 def main(seed, blocks_per_event, num_blocks):
     messages = frames(seed, blocks_per_event, num_blocks)
+    os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
     context = zmq.Context()
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.SNDHWM, 0)
