@@ -30,7 +30,9 @@ class FollowingRouter:
         self._follower = Follower(self._router, RANK)
         self._listener = EventListener()
         self._episodes = []  # [when trust was lost, when it was won back, why it was lost]
-        self._moved_at = 0.0
+        self._lost = time.monotonic(), "not connected yet"
+        self._last, self._moved_at = None, 0.0
+        self._looking = threading.Lock()
 
     def start(self, events, replay):
         self._listener.start()
@@ -38,23 +40,27 @@ class FollowingRouter:
         threading.Thread(target=self._watch_trust, daemon=True).start()
 
     def _watch_trust(self):
-        lost_at, why, pause = time.monotonic(), "not connected yet", threading.Event()
-        last = None
+        pause = threading.Event()
         while not pause.wait(_SAMPLE_S):
-            trust = self._follower.trust
-            if last != self._follower.repair.last:
-                last, self._moved_at = self._follower.repair.last, time.monotonic()
+            self._look()
+
+    def _look(self):
+        with self._looking:
+            now, trust, last = time.monotonic(), self._follower.trust, self._follower.repair.last
+            if last != self._last:
+                self._last, self._moved_at = last, now
             is_exact = trust.level is Trust.EXACT
-            if is_exact and lost_at is not None:
-                self._episodes.append((lost_at, time.monotonic(), why))
-                lost_at = None
-            elif not is_exact and lost_at is None:
-                lost_at, why = time.monotonic(), trust.reason
+            if is_exact and self._lost is not None:
+                self._episodes.append((self._lost[0], now, self._lost[1]))
+                self._lost = None
+            elif not is_exact and self._lost is None:
+                self._lost = now, trust.reason
 
     def answer(self, question):
         return {"state": self._state, "blocks": self._blocks}[question]()
 
     def _state(self):
+        self._look()
         trust, follower = self._follower.trust, self._follower
         return {
             "level": trust.level,
