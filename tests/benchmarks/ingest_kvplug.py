@@ -38,6 +38,7 @@ def stream(case):
         assert time.monotonic() < deadline, f"{follower.num_stored} blocks, {follower.skipped}"
     ended = time.monotonic_ns()
     listener.stop()
+    router.remove_worker(case["worker"])
     assert not follower.skipped
     return [ended]
 
