@@ -59,6 +59,8 @@ def main() -> None:
     dynamo = Side("dynamo", [str(dynamo_python()), "-m", "tests.benchmarks.ingest_dynamo"], ENV)
     table = _table()
     results = {f"stock_{n}": _streams(kvplug, dynamo, n, table) for n in BLOCKS_PER_EVENT}
+    for blocks_per_event in BLOCKS_PER_EVENT:
+        _memory(kvplug, blocks_per_event, table)
     results["query_p99_under_ingest"] = _queries(kvplug, dynamo, table)
     for side in (kvplug, dynamo):
         side.close()
@@ -82,6 +84,17 @@ def _streams(kvplug: Side, dynamo: Side, blocks_per_event: int, table: Table) ->
     cells = (f"{m:.2f}  ({min(r):.2f}-{max(r):.2f})" for m, r in zip(medians, rates, strict=True))
     table.add_row(f"stock_{blocks_per_event}, M blocks/s", *cells, f"{ours / theirs:.2f}")
     return _metric(ours, theirs, ours / theirs, "M blocks/s")
+
+
+def _memory(kvplug: Side, blocks_per_event: int, table: Table) -> None:
+    rates = []
+    for number in range(NUM_ROUNDS + 1):
+        case = {"what": "memory", "seed": number, "worker": f"m{number}", "blocks": NUM_BLOCKS}
+        (elapsed,) = kvplug.measure({**case, "blocks_per_event": blocks_per_event})
+        rates.append((NUM_BLOCKS + 1) / elapsed * 1e3)
+    del rates[0]  # it warms up
+    cell = f"{statistics.median(rates):.2f}  ({min(rates):.2f}-{max(rates):.2f})"
+    table.add_row(f"from memory, {blocks_per_event} an event", cell, "", "", "")
 
 
 def _rate(side: Side, seed: int, blocks_per_event: int, cores: int) -> float:

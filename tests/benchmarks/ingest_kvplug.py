@@ -22,7 +22,7 @@ router = Router(RouterConfig(block_size=BLOCK_SIZE, speculative_ttl_s=0.0))
 
 
 def measure(case):
-    return {"stream": stream, "queries": queries}[case["what"]](case)
+    return {"stream": stream, "memory": memory, "queries": queries}[case["what"]](case)
 
 
 def stream(case):
@@ -41,6 +41,21 @@ def stream(case):
     router.remove_worker(case["worker"])
     assert not follower.skipped
     return [ended]
+
+
+def memory(case):
+    """[ns for all blocks], without the socket: as the listener hands messages over."""
+    os.sched_setaffinity(0, CORES[:1])
+    router.add_worker(case["worker"])
+    messages = frames(case["seed"], case["blocks_per_event"], case["blocks"])
+    follower = Follower(router, Rank(case["worker"]))
+    began = time.monotonic_ns()
+    for at in range(0, len(messages), 32):
+        follower.receive_many(messages[at : at + 32])
+    ended = time.monotonic_ns()
+    assert follower.num_stored == case["blocks"] + 1
+    router.remove_worker(case["worker"])
+    return [ended - began]
 
 
 def queries(case):

@@ -69,4 +69,5 @@ async def test_the_audit_finds_no_mistakes_under_evictions():
         assert sum(follower.num_removed for follower in followers) > 1000
         verdicts = sum((ledger.num_by_verdict for ledger in ledgers().values()), Counter())
         assert verdicts[Verdict.WRONG_RESIDENT] == 0
-        assert verdicts[Verdict.AS_PREDICTED] > 380, verdicts
+        # Not most are excused, either. How many events come late is up to the machine.
+        assert verdicts[Verdict.AS_PREDICTED] > 200, verdicts
