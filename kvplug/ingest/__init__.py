@@ -2,6 +2,7 @@
 
 applier    payloads to the index of a Router
 repair     messages, live and replayed, to payloads in order: gaps, restarts, late joins
+replay_*   what an engine is asked to send again, and when
 held       live messages that wait for a replay
 recent     which messages were applied last
 trust      how much of what an engine holds is known, and why not more

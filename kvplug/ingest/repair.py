@@ -29,6 +29,7 @@ from kvplug.ingest.held import HeldMessages, is_rising
 from kvplug.ingest.recent import RecentMessages
 from kvplug.ingest.repair_settings import RepairSettings
 from kvplug.ingest.replay_order import ReplayOrder
+from kvplug.ingest.replay_schedule import ReplaySchedule
 from kvplug.ingest.trust import TrustState
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,9 @@ class Repair:
         self._lost_at_s: float | None = None
         self._was_interrupted = False
         self._held = HeldMessages(self._settings.max_held_bytes)
-        self._num_tries = 0
-        self._paused_until_s = 0.0
+        self._schedule = ReplaySchedule(clock, self._settings)
         self._late: range = range(0)
         self._may_start_over = True
-        self._check_at_s = 0.0
 
     @property
     def state(self) -> TrustState:
@@ -95,7 +94,7 @@ class Repair:
     def connected(self) -> None:
         """The stream is there (again)."""
         self._lost_at_s = None
-        self._num_tries = 0
+        self._schedule.progressed()
         if self.last is None:
             self._flaw = trust.SILENT
         if self.can_replay:
@@ -153,19 +152,19 @@ class Repair:
         self.order = None
         if order.asks_everything and not order.is_proved:
             self._start_over(-1)
-        self._num_tries = 0
+        self._schedule.progressed()
         self._end_repair(order)
         self._receive_held(order.num_waiting)
 
     def _end_repair(self, order: ReplayOrder) -> None:
         self._was_interrupted = False
-        now_s = self._clock()
-        quiet_s = self._settings.check_every_s if order.is_check else self._settings.confirm_after_s
-        self._check_at_s = now_s + quiet_s
         if order.asks_everything and self._flaw is trust.EXACT:
             self._may_start_over = True
-        if not order.is_check:
-            self.last_repair_s = now_s - order.began_s
+        if order.is_check:
+            self._schedule.checked()
+        else:
+            self._schedule.heard()
+            self.last_repair_s = self._clock() - order.began_s
 
     def replay_failed(self, reason: str) -> None:
         """The endpoint cannot be asked."""
@@ -182,12 +181,12 @@ class Repair:
             logger.warning("%s: its event stream is gone, its blocks are forgotten", self._name)
             self._forget()
         if self.order is None and self._lost_at_s is None and self._may_ask():
-            self._ask_on_time(now_s)
+            self._ask_on_time()
 
-    def _ask_on_time(self, now_s: float) -> None:
+    def _ask_on_time(self) -> None:
         if self._flaw is trust.MUTE:
             self._ask(everything=True)
-        elif self.last is not None and self.last >= 0 and now_s >= self._check_at_s:
+        elif self.last is not None and self.last >= 0 and self._schedule.is_check_due:
             self._ask(is_check=True)
 
     # -- live messages --
@@ -208,7 +207,7 @@ class Repair:
             if self.last is None:
                 self._flaw = trust.EXACT
             self.last = expected - 1
-            self._check_at_s = self._clock() + self._settings.confirm_after_s
+            self._schedule.heard()
             self._apply(payloads)
         return len(payloads)
 
@@ -279,7 +278,7 @@ class Repair:
     # -- replay --
 
     def _may_ask(self) -> bool:
-        return self.can_replay and self._clock() >= self._paused_until_s
+        return self.can_replay and self._schedule.may_ask
 
     def _ask(self, *, everything: bool = False, is_check: bool = False) -> None:
         now_s = self._clock()
@@ -337,7 +336,7 @@ class Repair:
             self._recent.remember(number, payload)
         self.last = run[-1][0]
         self.num_recovered += len(run)
-        self._num_tries = 0
+        self._schedule.progressed()
         self._apply([payload for _, payload in run])
 
     def _fail(self, reason: str) -> None:
@@ -347,14 +346,11 @@ class Repair:
         if order.is_check:
             self._leave_check()
             return
-        self._num_tries += 1
-        if self._num_tries < self._settings.max_tries:
+        if self._schedule.failed():
             self._ask(everything=order.asks_everything and not order.is_proved)
             return
-        logger.warning("%s: replay failed %d times: %s", self._name, self._num_tries, reason)
+        logger.warning("%s: replay failed again and again: %s", self._name, reason)
         self.order = None
-        self._num_tries = 0
-        self._paused_until_s = self._clock() + self._settings.pause_s
         held = self._held.take()
         self._clear(trust.MUTE)
         if held:
@@ -364,7 +360,7 @@ class Repair:
     def _leave_check(self) -> None:
         """Nothing is known to be missing, so nothing is given up; a gap is asked for at once."""
         self.order = None
-        self._check_at_s = self._clock() + self._settings.check_every_s
+        self._schedule.checked()
         self.receive([*self._held.take()])
 
     def _receive_held(self, num_waiting: int) -> None:

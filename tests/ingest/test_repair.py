@@ -21,10 +21,22 @@ def sink():
     return Applied()
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
 @pytest.fixture
-def repair(sink):
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def repair(sink, clock):
     """An exact stream that has come to message 9."""
-    repair = Repair("w", sink, clock=lambda: 0.0, settings=RepairSettings())
+    repair = Repair("w", sink, clock=clock, settings=RepairSettings())
     repair.can_replay = True
     repair.connected()
     repair.replay_ended()
@@ -60,8 +72,8 @@ def test_nor_is_it_when_a_number_went_down_meanwhile(repair, sink):
     assert all(each.startswith(b"1.") for each in sink.payloads)
 
 
-def test_live_messages_during_a_check_end_it(repair, sink):
-    repair._clock = lambda: 100.0
+def test_live_messages_during_a_check_end_it(repair, sink, clock):
+    clock.now_s = 100.0
     repair.tick()
     assert repair.order.is_check
     assert repair.state.level is Trust.EXACT
