@@ -1,0 +1,81 @@
+"""Packed events: blocks that are hashed already, as arrays on the wire.
+
+In:  engine hashes and sequence hashes.   Out: msgpack bytes that BlockIndex.apply_packed reads.
+
+    [version, event, ...]
+    stored   [0, tier, parent, seed, names, hashes]   parent: the engine hash before the first block,
+                                                      nil at the start of a sequence
+    removed  [1, tier, names]
+    cleared  [2, tier]                                tier nil: everything
+
+`names` (engine hashes) and `hashes` (sequence hashes) are byte strings of little-endian u64, one per
+block. `seed` is hashing.seed_of the namespace; a continuation's is its parent's, whatever it says.
+A reader refuses another version by name. No tokens are on this wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.events import EngineHash, Tier
+
+U64 = npt.NDArray[np.uint64]
+U64Like = U64 | Sequence[int]
+
+VERSION = 1
+STORED, REMOVED, CLEARED = 0, 1, 2
+_BASE_SEED = 1337  # kvplug/hashing.py: of tokens without LoRA and salt
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStored:
+    """A run of consecutive blocks: what the engine calls them, and their sequence hashes."""
+
+    names: U64Like
+    hashes: U64Like
+    parent: EngineHash | int | None = None
+    tier: Tier = Tier.DEVICE
+    seed: int = _BASE_SEED
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRemoved:
+    """One copy of each of these blocks is gone."""
+
+    names: U64Like
+    tier: Tier = Tier.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCleared:
+    """The rank holds nothing any more; only in one tier, if it names one."""
+
+    tier: Tier | None = None
+
+
+PackedEvent = PackedStored | PackedRemoved | PackedCleared
+
+
+def encode(events: Iterable[PackedEvent]) -> bytes:
+    """One payload with these events."""
+    return msgspec.msgpack.encode([VERSION, *map(_as_array, events)])
+
+
+def _as_array(event: PackedEvent) -> list[object]:
+    match event:
+        case PackedStored():
+            names, hashes = _as_bytes(event.names), _as_bytes(event.hashes)
+            return [STORED, int(event.tier), event.parent, event.seed, names, hashes]
+        case PackedRemoved():
+            return [REMOVED, int(event.tier), _as_bytes(event.names)]
+        case PackedCleared():
+            return [CLEARED, None if event.tier is None else int(event.tier)]
+
+
+def _as_bytes(numbers: U64Like) -> bytes:
+    return np.asarray(numbers, dtype="<u8").tobytes()
