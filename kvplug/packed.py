@@ -3,14 +3,14 @@
 In:  engine hashes and sequence hashes.   Out: msgpack bytes that BlockIndex.apply_packed reads.
 
     [version, event, ...]
-    stored   [0, tier, parent, seed, names, hashes]   parent: the engine hash before the first block,
-                                                      nil at the start of a sequence
+    stored   [0, tier, parent, seed, names, hashes]
     removed  [1, tier, names]
     cleared  [2, tier]                                tier nil: everything
 
-`names` (engine hashes) and `hashes` (sequence hashes) are byte strings of little-endian u64, one per
-block. `seed` is hashing.seed_of the namespace; a continuation's is its parent's, whatever it says.
-A reader refuses another version by name. No tokens are on this wire.
+`names` (engine hashes) and `hashes` (sequence hashes) are byte strings of little-endian u64, one
+per block. `parent` is the engine hash before the first block, nil at the start of a sequence.
+`seed` is hashing.seed_of the namespace; a continuation's is its parent's, whatever it says. A
+reader refuses another version by name. No tokens are on this wire.
 """
 
 from __future__ import annotations
