@@ -221,6 +221,8 @@ def resident_bytes():
 
 
 def run(library_class):
-    """Serve cases; the garbage collector works between them only."""
+    """Serve cases on as many cores as BENCH_CORES says; garbage is collected between them only."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[-int(os.environ.get("BENCH_CORES", "1")) :])
     gc.disable()
     serve(Bench(library_class).measure, sys.stdin)
