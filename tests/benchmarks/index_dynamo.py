@@ -4,15 +4,14 @@ The tree lives on a thread of its own behind a channel; a call is a round trip. 
 a call: there is no call for more.
 """
 
-import json
 import os
 
 os.environ.setdefault("DYN_LOG", "off")
 
 from dynamo.llm import RadixTree, compute_block_hash_for_seq
 
+from tests.benchmarks.index_dynamo_events import encode
 from tests.benchmarks.index_side import run
-from tests.benchmarks.index_workload import Stored
 
 BLOCK_SIZE = 16
 
@@ -48,17 +47,6 @@ class Dynamo:
     def nbytes():
         """The tree does not say."""
         return 0
-
-
-def encode(event):
-    """JSON; the id of an event is not looked at."""
-    if isinstance(event, Stored):
-        pairs = zip(event.names, event.hashes, strict=True)
-        blocks = [{"block_hash": name, "tokens_hash": hash_} for name, hash_ in pairs]
-        body = {"stored": {"parent_hash": event.parent, "blocks": blocks}}
-    else:
-        body = {"removed": {"block_hashes": event.names}}
-    return json.dumps({"event_id": 1, "data": body}, separators=(",", ":")).encode()
 
 
 if __name__ == "__main__":

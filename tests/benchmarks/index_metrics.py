@@ -43,7 +43,13 @@ def all_metrics(traces: Path) -> dict[str, Metric]:
 
 def _stores() -> list[Metric]:
     # Of one event, of one worker; `chains` so that a round takes the peer 0.1 s or more.
-    one = {"what": "store", "chains": 32, "workers": 1, "blocks_per_event": 16, "events_per_call": 1}
+    one = {
+        "what": "store",
+        "chains": 32,
+        "workers": 1,
+        "blocks_per_event": 16,
+        "events_per_call": 1,
+    }
     batch = {**one, "events_per_call": 64}
     return [
         Metric("store_call_16", 4, "rate", MANY, (one,)),

@@ -67,7 +67,9 @@ def _memory_row(metric: Metric, ours: Answers, theirs: Answers) -> Row:
     worst = ratios.index(min(ratios))
     ranges = [_range([fill[side] for fill in fills], ".0f") for side in (0, 1)]
     cells = [f"{v:.1f}  ({r})" for v, r in zip(fills[worst], ranges, strict=True)]
-    row = Row(metric, *fills[worst], ratios[worst], (min(ratios), max(ratios)), (cells[0], cells[1]))
+    row = Row(
+        metric, *fills[worst], ratios[worst], (min(ratios), max(ratios)), (cells[0], cells[1])
+    )
     for case, mine, peer in zip(metric.cases, ours, theirs, strict=True):
         row.details.append(_fill_line(metric.name, case, mine, peer))
     return row

@@ -86,9 +86,7 @@ class Bench:
         }
 
     def _prepare_match(self, case):
-        events, hashes, depths = index_workload.held(
-            case["shape"], case["workers"], case["blocks"]
-        )
+        events, hashes, depths = index_workload.held(case["shape"], case["workers"], case["blocks"])
         library = self._library(case["workers"])
         for call in self._calls(events, 1):
             library.apply(*call)
@@ -119,6 +117,7 @@ class Bench:
         library = self._library(case["workers"])
         before = resident_bytes()
         self._fill(library, case["blocks"], case["workers"])
+        gc.collect()
         return {
             "resident_bytes": resident_bytes() - before,
             "table_bytes": library.nbytes(),
