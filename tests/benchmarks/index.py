@@ -4,8 +4,8 @@ usage: python -m tests.benchmarks.index [--only NAME[,NAME]] [--rounds N] [--cor
 
 Two processes take turns, one waits while the other works. Each has one core: the peer, a thread
 behind a channel, is two to six times faster so than on two, where every call wakes another core.
-Both start from input of their own that is made before timing; their answers have to be equal. Prints
-a table and writes bench-results/index.json:
+Both start from input of their own that is made before timing; their answers have to be equal.
+Prints a table and writes bench-results/index.json:
 
     {metric: {"kvplug", "peer", "ratio": times better than the peer, "target", "unit",
               "spread": [lowest, highest ratio of a round]},

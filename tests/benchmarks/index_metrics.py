@@ -1,7 +1,7 @@
 """What `make bench-index` measures, and by how much kvplug has to be better.
 
-A rate is of blocks from the first call to the last block known; a latency is the p50 of calls; memory
-is bytes per unique block. For each case see index_side.py, `_prepare_...`.
+A rate is of blocks from the first call to the last block known; a latency is the p50 of calls;
+memory is bytes per unique block. For each case see index_side.py, `_prepare_...`.
 """
 
 from dataclasses import dataclass

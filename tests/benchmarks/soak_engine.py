@@ -65,15 +65,15 @@ class Engine:
 
     def __init__(self, worker: int, capacity: int):
         self.worker, self.capacity = worker, capacity
-        self._names: OrderedDict[int, None] = OrderedDict()
+        self.names: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def num_cached(self, conversation: Conversation) -> int:
         """How many leading blocks of it are there."""
         for place, name in enumerate(conversation.names):
-            if name not in self._names:
+            if name not in self.names:
                 return place
         return len(conversation.names)
 
@@ -86,14 +86,14 @@ class Engine:
             parent = names[start - 1] if start else None
             events.append(Stored(self.worker, parent, names[start:], hashes[start:]))
         for name in reversed(names):
-            self._names[name] = None
-            self._names.move_to_end(name)
-        excess = max(0, len(self._names) - self.capacity)
+            self.names[name] = None
+            self.names.move_to_end(name)
+        excess = max(0, len(self.names) - self.capacity)
         if excess:
-            evicted = [self._names.popitem(last=False)[0] for _ in range(excess)]
+            evicted = [self.names.popitem(last=False)[0] for _ in range(excess)]
             events.append(Removed(self.worker, evicted))
         return events
 
     def forget(self) -> None:
         """Everything is gone."""
-        self._names.clear()
+        self.names.clear()
