@@ -75,7 +75,9 @@ def _memory_row(metric: Metric, ours: Answers, theirs: Answers) -> Row:
     return row
 
 
-def _fill_line(name: str, case: dict[str, Any], mine: dict[str, Any], peer: dict[str, Any]):
+def _fill_line(
+    name: str, case: dict[str, Any], mine: dict[str, Any], peer: dict[str, Any]
+) -> tuple[str, str, str]:
     blocks = case["blocks"]
     tables, resident, theirs = (
         number / blocks

@@ -5,11 +5,16 @@ usage: python -m tests.benchmarks.index_snapshot
 Prints {"save", "restore", "memberships", "unit"} as JSON.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.index_kvplug import Kvplug
 from tests.benchmarks.index_workload import fill
@@ -17,9 +22,9 @@ from tests.benchmarks.index_workload import fill
 NUM_WORKERS, NUM_BLOCKS = 8, 1_250_000
 
 
-def main():
-    from kvplug.index import snapshot
-
+def main() -> None:
+    """Fill, save, restore, print."""
+    snapshot: Any = import_module("kvplug.index.snapshot")
     library = Kvplug(NUM_WORKERS)
     for events in fill(NUM_BLOCKS, NUM_WORKERS):
         for call in Kvplug.calls(events, 64):
@@ -33,7 +38,7 @@ def main():
     sys.stdout.write(json.dumps(times) + "\n")
 
 
-def timed_s(call, *arguments):
+def timed_s(call: Callable[..., Any], *arguments: object) -> tuple[float, Any]:
     """Seconds, and what it returned."""
     began = time.perf_counter()
     result = call(*arguments)

@@ -9,9 +9,11 @@ missing behind those that are there, touches them from its last to its first, so
 sequences are evicted before their beginnings, and removes what is too much in one event.
 """
 
+from __future__ import annotations
+
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +49,7 @@ class Asked(NamedTuple):
 class Cache:
     """One worker's blocks, the next to be evicted first."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.blocks: OrderedDict[int, None] = OrderedDict()
 
@@ -82,7 +84,7 @@ def operations(
 ) -> list[Operation]:
     """Of requests, each a list of ids."""
     caches = [Cache(capacity) for _ in range(num_workers)]
-    result = []
+    result: list[Operation] = []
     for number, ids in enumerate(requests):
         worker = (number * 2654435761 >> 16) % num_workers
         blocks = [id_ * blocks_per_id + part + 1 for id_ in ids for part in range(blocks_per_id)]
@@ -91,7 +93,7 @@ def operations(
     return result
 
 
-def _served(cache: Cache, worker: int, blocks: list[int]):
+def _served(cache: Cache, worker: int, blocks: list[int]) -> Iterator[Operation]:
     start = cache.num_cached(blocks)
     missing = blocks[start:]
     # Blocks behind a gap are not stored again: rare, because ends are evicted first.
@@ -107,10 +109,10 @@ def _served(cache: Cache, worker: int, blocks: list[int]):
 def read_requests(path: Path) -> list[list[int]]:
     """The ids of each request of a trace."""
     with path.open() as lines:
-        return [json.loads(line)["hash_ids"] for line in lines]
+        return [list(json.loads(line)["hash_ids"]) for line in lines]
 
 
-def as_events(ops: Iterable[Operation]):
+def as_events(ops: Iterable[Operation]) -> Iterator[Asked | Stored | Removed]:
     """Asked, Stored and Removed, with the blocks' hashes."""
     hashes, names = _Memo(hash_of), _Memo(name_of)
     for kind, worker, parent, blocks in ops:
@@ -123,12 +125,12 @@ def as_events(ops: Iterable[Operation]):
             yield Stored(worker, before, [names[b] for b in blocks], [hashes[b] for b in blocks])
 
 
-class _Memo(dict):
+class _Memo(dict[int, int]):
     """function(block), each computed once."""
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[[int], int]) -> None:
         self._function = function
 
-    def __missing__(self, block):
+    def __missing__(self, block: int) -> int:
         self[block] = number = self._function(block)
         return number

@@ -6,6 +6,9 @@ A chain is a sequence of blocks. Block `place` of chain `chain` has an engine ha
 which parents and removals are named, and a hash of what is in it, by which requests ask.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tests.benchmarks.splitmix import splitmix64
@@ -33,6 +36,9 @@ class Removed(NamedTuple):
     names: list[int]
 
 
+Event = Stored | Removed
+
+
 class Held(NamedTuple):
     """What workers hold before they are asked, and the right answer: {worker: depth}."""
 
@@ -44,12 +50,16 @@ class Held(NamedTuple):
 class Chain:
     """The blocks of one chain, behind `parent`."""
 
-    def __init__(self, number: int, num_blocks: int = CHAIN_BLOCKS, parent: int | None = None):
+    def __init__(
+        self, number: int, num_blocks: int = CHAIN_BLOCKS, parent: int | None = None
+    ) -> None:
         self.parent = parent
         self.names = [name_of(number << 24 ^ place) for place in range(num_blocks)]
         self.hashes = [hash_of(number << 24 ^ place) for place in range(num_blocks)]
 
-    def stored(self, worker: int, blocks_per_event: int, num_blocks: int | None = None):
+    def stored(
+        self, worker: int, blocks_per_event: int, num_blocks: int | None = None
+    ) -> Iterator[Stored]:
         """The first `num_blocks` of it."""
         end = len(self.names) if num_blocks is None else num_blocks
         for first in range(0, end, blocks_per_event):
@@ -57,7 +67,7 @@ class Chain:
             parent = self.names[first - 1] if first else self.parent
             yield Stored(worker, parent, self.names[run], self.hashes[run])
 
-    def removed(self, worker: int, blocks_per_event: int):
+    def removed(self, worker: int, blocks_per_event: int) -> Iterator[Removed]:
         """All of it, from its end."""
         names = self.names[::-1]
         for first in range(0, len(names), blocks_per_event):
@@ -98,7 +108,9 @@ def held(shape: str, num_workers: int, num_blocks: int) -> Held:
     """`all` hold the whole query; `staggered`: worker w its first (w + 1) / num_workers;
     `branching`: then a branch of its own, too. Noise chains are held by some.
     """
-    asked, depths, events = Chain(0, num_blocks), {}, []
+    asked = Chain(0, num_blocks)
+    depths: dict[int, int] = {}
+    events: list[Stored] = []
     for number in range(1, NOISE_CHAINS + 1):
         noise = Chain(number, NOISE_BLOCKS)
         events += noise.stored(number % num_workers, BUILD_BLOCKS)
@@ -112,7 +124,7 @@ def held(shape: str, num_workers: int, num_blocks: int) -> Held:
     return Held(events, asked.hashes, depths)
 
 
-def fill(num_blocks: int, num_workers: int):
+def fill(num_blocks: int, num_workers: int) -> Iterator[list[Stored]]:
     """`num_blocks` unique blocks, each held by all workers; one list of events per chain."""
     for number, first in enumerate(range(0, num_blocks, CHAIN_BLOCKS)):
         chain = Chain(number, min(CHAIN_BLOCKS, num_blocks - first))

@@ -3,6 +3,8 @@
 In:  conversations.   Out: Stored and Removed events, and what the cache holds.
 """
 
+from __future__ import annotations
+
 import random
 from collections import OrderedDict, deque
 from typing import NamedTuple
@@ -28,7 +30,7 @@ class Conversations:
     one, by blocks that nobody has seen: a branch.
     """
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._num_blocks = 0
         nothing = Conversation([], [])
@@ -63,7 +65,7 @@ class Engine:
     is there, its parent is there.
     """
 
-    def __init__(self, worker: int, capacity: int):
+    def __init__(self, worker: int, capacity: int) -> None:
         self.worker, self.capacity = worker, capacity
         self.names: OrderedDict[int, None] = OrderedDict()
 

@@ -52,7 +52,7 @@ class Sample(NamedTuple):
 class Soak:
     """An index, the engines that it follows, and the steps that change both."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.conversations = Conversations(self.rng)
         self.index = Index(block_size=16)
@@ -140,7 +140,8 @@ def main() -> None:
 def run(soak: Soak, seconds: float, console: Console) -> list[Sample]:
     """Steps until the time is over; a sample every few seconds, each after a check."""
     soak.fill()
-    began, samples = time.monotonic(), []
+    samples: list[Sample] = []
+    began = time.monotonic()
     every_s = min(LINE_EVERY_S, seconds / 9)
     while (elapsed := time.monotonic() - began) < seconds:
         if elapsed >= every_s * len(samples):
