@@ -58,10 +58,10 @@ class Sides:
 def main() -> None:
     """Measure, print, write."""
     options = _options()
-    metrics = all_metrics(options.traces)
+    metrics = all_metrics(options.traces.resolve())
     only = set(options.only.split(",")) if options.only else {*metrics, *index_start.MEASURES}
     _refuse_unknown(only - {*metrics, *index_start.MEASURES})
-    chosen = _measurable([metric for name, metric in metrics.items() if name in only])
+    chosen = measurable([metric for name, metric in metrics.items() if name in only])
     rows = _rows(chosen, options)
     also = index_start.also(only)
     rates = {r.metric.name: r.kvplug for r in rows if r.metric.name.startswith("replay")}
@@ -85,7 +85,7 @@ def _refuse_unknown(names: set[str]) -> None:
         raise SystemExit(f"there is no metric {', '.join(sorted(names))}")
 
 
-def _measurable(metrics: list[Metric]) -> list[Metric]:
+def measurable(metrics: list[Metric]) -> list[Metric]:
     """Without those whose trace is not there."""
     result = []
     for metric in metrics:
@@ -116,7 +116,7 @@ def _rounds(metric: Metric, sides: Sides, num_rounds: int) -> tuple[list[Any], l
     (case,) = metric.cases
     answers = [sides.measure(case) for _ in range(num_rounds + 1)]
     for ours, theirs in answers:
-        _agree(metric, ours["check"], theirs["check"])
+        agree(metric, ours["check"], theirs["check"])
     return [ours for ours, _ in answers[1:]], [theirs for _, theirs in answers[1:]]
 
 
@@ -130,7 +130,8 @@ def _fills(metric: Metric, num_cores: int) -> tuple[list[Any], list[Any]]:
     return [ours for ours, _ in answers], [theirs for _, theirs in answers]
 
 
-def _agree(metric: Metric, ours: Any, theirs: Any) -> None:
+def agree(metric: Metric, ours: Any, theirs: Any) -> None:
+    """Both sides answered the same, and what is known of a trace."""
     expected = EXPECTED.get(metric.name.removeprefix("replay_"), theirs)
     if not ours == theirs == expected:
         named = f"kvplug {ours}, dynamo {theirs}, expected {expected}"

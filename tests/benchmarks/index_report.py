@@ -124,8 +124,8 @@ def _cell(metric: Metric, values: list[float], answers: Answers) -> str:
     p50_p99 = f"{calls['p50']:.1f} / {calls['p99']:.1f}"
     if metric.kind == "latency":
         return f"{p50_p99}  ({_range(values, '.1f')})"
-    middle = f"{statistics.median(values):.2f} M/s  ({_range(values, '.2f')})"
-    return middle if "events_ns" in answers[0] else f"{middle}  {p50_p99}"
+    rate = f"{statistics.median(values):.3f} M/s  ({_range(values, '.3f')})"
+    return rate if "events_ns" in answers[0] else f"{rate}  {p50_p99}"
 
 
 def _range(values: list[float], form: str) -> str:

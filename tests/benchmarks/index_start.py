@@ -74,8 +74,11 @@ def snapshot_seconds() -> dict[str, Any]:
 
 def one_thread(rates: dict[str, float]) -> dict[str, Any]:
     """Replay rates of one thread of kvplug beside what Dynamo publishes of 64 cores."""
-    rounded = {name: round(rate, 3) for name, rate in rates.items()}
-    return {"replay_one_thread": {**rounded, "peer_64_cores": PUBLISHED_M_BLOCKS_S}}
+    published = {"peer_64_cores": PUBLISHED_M_BLOCKS_S, "unit": "M blocks/s"}
+    return {
+        f"{name}_one_thread": {"kvplug": round(rate, 3), **published}
+        for name, rate in rates.items()
+    }
 
 
 MEASURES: dict[str, Callable[[], dict[str, Any]]] = {

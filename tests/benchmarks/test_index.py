@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.benchmarks import index_dynamo_events, index_trace, index_workload
+from tests.benchmarks import index, index_dynamo_events, index_trace, index_workload
 from tests.benchmarks.index_kvplug import Kvplug
 from tests.benchmarks.index_metrics import Metric, all_metrics
 from tests.benchmarks.index_report import merged, row_of
@@ -206,6 +206,19 @@ class TestReport:
         assert after["hash_list_32k"] == {"ratio": 1}
         assert after[RATE.name]["ratio"] == 1.0
         assert after["also"] == {"a": 1, "b": 2}
+
+    @pytest.mark.parametrize(("ours", "theirs"), [([1, 2], [1, 3]), ([1, 2], [1, 2])])
+    def test_other_answers_than_expected_end_it(self, ours, theirs, tmp_path):
+        metric = all_metrics(tmp_path)["replay_synthetic"]
+        with pytest.raises(SystemExit, match="replay_synthetic: the answers are not the same"):
+            index.agree(metric, ours, theirs)
+
+    def test_metrics_without_their_trace_are_left_out(self, tmp_path, capsys):
+        (tmp_path / "synthetic_trace.jsonl").touch()
+        names = [m.name for m in index.measurable(list(all_metrics(tmp_path).values()))]
+        assert len(names) == 15
+        assert "replay_conversation" not in names
+        assert "skipped replay_conversation" in capsys.readouterr().out
 
     def test_every_metric_has_a_target(self, tmp_path):
         metrics = all_metrics(tmp_path)
