@@ -32,7 +32,7 @@ from tests.benchmarks.sides import ROOT, Side
 RESULTS = ROOT / "bench-results" / "index.json"
 TRACES = ROOT / ".." / "shared" / "traces"
 
-console = Console(width=150)
+console = Console(width=170)
 
 
 class Sides:
