@@ -3,7 +3,7 @@
 usage: python -m tests.benchmarks.index [--only NAME[,NAME]] [--rounds N] [--cores N] [--traces DIR]
 
 Two processes take turns, one waits while the other works. Each has one core: the peer, a thread
-behind a channel, is two to six times faster so than on two, where every call wakes another core.
+behind a channel, is up to six times faster so than on two, where calls wake another core.
 Both start from input of their own that is made before timing; their answers have to be equal.
 Prints a table and writes bench-results/index.json:
 
