@@ -5,6 +5,9 @@ PYTHON ?= python3
 export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
 ENGINE ?= sim
 SECONDS ?= 60
+# Mooncake traces, JSON lines; what needs one that is not there is skipped by name.
+TRACES ?= ../shared/traces
+ONLY ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,6 +70,15 @@ fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing rai
 .PHONY: bench-ingest
 bench-ingest: $(READY)  ## raw stock frames to the index beside Dynamo's SelectionService, and queries meanwhile; bench-results/ingest.json
 	$(BIN)/python -m tests.benchmarks.ingest
+
+.PHONY: bench-index
+bench-index: $(READY)  ## the index beside Dynamo's RadixTree, ratios to reach; ONLY=metric,metric TRACES=folder; bench-results/index.json
+	$(BIN)/python -m tests.benchmarks.index --traces $(TRACES) $(if $(ONLY),--only $(ONLY))
+
+.PHONY: soak-index
+soak-index: SECONDS = 180
+soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, flat memory
+	$(BIN)/python -m tests.benchmarks.soak_index --seconds $(SECONDS)
 
 .PHONY: test
 test: $(READY)  ## everything, real engines included

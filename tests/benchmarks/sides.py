@@ -1,7 +1,7 @@
 """Two programs measured in turns: each is a process in an environment of its own.
 
-In:  for each side a command that answers JSON lines: a case in, latencies in ns out.
-Out: latencies per case and side, from interleaved rounds.
+In:  for each side a command that answers JSON lines: a case in, an answer out (latencies in ns).
+Out: answers per case and side, from interleaved rounds.
 
 On small shared machines the speed drifts by tens of percent within a minute. Rounds of the two
 sides alternate, so a drift hits both, and the ratio of medians holds where absolute times do not.
@@ -27,8 +27,8 @@ class Side:
             command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def measure(self, case: dict[str, Any]) -> list[int]:
-        """Latencies in nanoseconds."""
+    def measure(self, case: dict[str, Any]) -> Any:
+        """Mostly latencies in nanoseconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(case) + "\n")
@@ -36,8 +36,7 @@ class Side:
         answer = self._process.stdout.readline()
         if not answer:
             raise SystemExit(f"{self.name} ended with status {self._process.wait()}")
-        latencies: list[int] = json.loads(answer)
-        return latencies
+        return json.loads(answer)
 
     def close(self) -> None:
         """End the process."""
@@ -46,7 +45,7 @@ class Side:
         self._process.wait(timeout=30)
 
 
-def serve(measure: Callable[[dict[str, Any]], list[int]], lines: Iterable[str]) -> None:
+def serve(measure: Callable[[dict[str, Any]], Any], lines: Iterable[str]) -> None:
     """The other end: answer every case on standard input."""
     for line in lines:
         print(json.dumps(measure(json.loads(line))), flush=True)  # noqa: T201 - the protocol
