@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvplug import Rank, packed
-from kvplug.hashing import Hashes, Tokens, TokensLike, as_tokens
-from kvplug.index.block_index import Overlap
+from kvplug.hashing import BlockHasher, Hashes, Tokens, TokensLike, as_tokens
 from tests.benchmarks.index_side import Arguments, Call, run
-from tests.benchmarks.index_standin import Index, block_hashes
+from kvplug.index.block_index import BlockIndex, Overlap
 from tests.benchmarks.index_workload import Event, Stored
 
 BLOCK_SIZE = 16
@@ -23,7 +22,7 @@ class Kvplug:
     """One index that follows as many workers."""
 
     def __init__(self, num_workers: int) -> None:
-        self.index = Index(block_size=BLOCK_SIZE)
+        self.index = BlockIndex(BLOCK_SIZE)
         self._numbers = [self.index.add_rank(rank_of(worker)) for worker in range(num_workers)]
         self.apply: Callable[[Rank, bytes], object] = self.index.apply_packed
         self.find: Callable[..., Overlap] = self.index.overlap
@@ -45,7 +44,7 @@ class Kvplug:
     def hashing(tokens: list[int], form: str) -> tuple[Callable[..., Any], Arguments]:
         """The call that hashes blocks, and its arguments."""
         given = tokens if form == "list" else np.array(tokens, dtype=np.uint32)
-        return partial(_hash_blocks, block_hashes(BLOCK_SIZE)), (given,)
+        return partial(_hash_blocks, BlockHasher(BLOCK_SIZE).block_hashes), (given,)
 
     def depths(self, answer: Overlap) -> dict[int, int]:
         """{worker: depth}, of those with any."""

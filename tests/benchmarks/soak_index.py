@@ -28,7 +28,7 @@ from rich.console import Console
 from kvplug import packed
 from tests.benchmarks.index_kvplug import as_packed, rank_of
 from tests.benchmarks.index_side import resident_bytes
-from tests.benchmarks.index_standin import Index
+from kvplug.index.block_index import BlockIndex
 from tests.benchmarks.soak_engine import Conversation, Conversations, Engine
 
 NUM_WORKERS, CAPACITY = 16, 8192
@@ -55,7 +55,7 @@ class Soak:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.conversations = Conversations(self.rng)
-        self.index = Index(block_size=16)
+        self.index = BlockIndex(16)
         self.engines = [Engine(worker, CAPACITY) for worker in range(NUM_WORKERS)]
         self.num_events = self.num_queries = self.num_restarts = self.num_clears = 0
         self.numbers = [self.index.add_rank(rank_of(worker)) for worker in range(NUM_WORKERS)]
