@@ -100,7 +100,7 @@ class BlockHasher:
         self, tokens: Tokens, seed: int, extra_keys: Sequence[Sequence[int]]
     ) -> Hashes:
         hashes = np.empty(len(tokens) // self.block_size, dtype=np.uint64)
-        kernels.hash_blocks(tokens, self.block_size, np.uint64(seed), hashes)
+        kernels.hash_blocks(tokens, self.block_size, self.block_size, np.uint64(seed), hashes)
         for block, keys in enumerate(extra_keys[: len(hashes)]):
             if keys:
                 hashes[block] = self._hash_with_keys(tokens, block, seed, keys)
@@ -113,5 +113,5 @@ class BlockHasher:
         appended = np.array(sorted(keys), dtype="<u8").view("<u4")
         words = np.concatenate([tokens[start : start + self.block_size], appended])
         out = np.empty(1, dtype=np.uint64)
-        kernels.hash_blocks(words.astype(np.uint32), len(words), np.uint64(seed), out)
+        kernels.hash_blocks(words.astype(np.uint32), len(words), len(words), np.uint64(seed), out)
         return np.uint64(out[0])

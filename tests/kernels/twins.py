@@ -6,10 +6,13 @@ from itertools import groupby
 import xxhash
 
 
+def hash_windows(tokens, window, stride, seed):
+    windows = [tokens[i : i + window] for i in range(0, len(tokens) - window + 1, stride)]
+    return [xxhash.xxh3_64_intdigest(struct.pack(f"<{window}I", *w), seed) for w in windows]
+
+
 def hash_blocks(tokens, block_size, seed):
-    num_blocks = len(tokens) // block_size
-    blocks = [tokens[i * block_size : (i + 1) * block_size] for i in range(num_blocks)]
-    return [xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *b), seed) for b in blocks]
+    return hash_windows(tokens, block_size, block_size, seed)
 
 
 def chain_blocks(block_hashes, parent, seed):
