@@ -17,6 +17,7 @@ from kvplug.kernels._jit import b1, fold_multiply, i8, inlined, kernel, reads, u
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+Index = int | np.uint64
 
 # The 192-byte default secret of XXH3 (xxhash.h, XXH3_kSecret).
 _SECRET_BYTES = bytes.fromhex(
@@ -143,7 +144,7 @@ def _unaligned(secret: U64, byte_at: np.uint64) -> np.uint64:
 
 
 @inlined
-def _add_lane(acc: U64, lane: np.uint64, value: np.uint64, key: np.uint64) -> None:
+def _add_lane(acc: U64, lane: Index, value: np.uint64, key: np.uint64) -> None:
     keyed = value ^ key
     acc[lane ^ _1] += value
     acc[lane] += (keyed & _LOW32) * (keyed >> _32)

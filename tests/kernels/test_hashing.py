@@ -10,8 +10,9 @@ u32s, u64s = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
 
 def blocks(tokens, block_size, seed=1337):
+    tokens = np.array(tokens, dtype=np.uint32)
     out = np.empty(len(tokens) // block_size, dtype=np.uint64)
-    hashing.hash_blocks(np.array(tokens, dtype=np.uint32), block_size, block_size, np.uint64(seed), out)
+    hashing.hash_blocks(tokens, block_size, block_size, np.uint64(seed), out)
     return out.tolist()
 
 
