@@ -26,6 +26,16 @@ def chain_blocks(block_hashes, parent, seed):
     return chained
 
 
+def fnv1a(tokens, block_size, parent):
+    hashes, h = [], parent
+    for i in range(len(tokens) // block_size):
+        h = 14695981039346656037 ^ (h * 1099511628211 % 2**64)
+        for token in tokens[i * block_size : (i + 1) * block_size]:
+            h = (h ^ token) * 1099511628211 % 2**64
+        hashes.append(h)
+    return hashes
+
+
 def segments(set_of_block):
     """[(end, set), ...] of consecutive equal sets."""
     ends, end = [], 0
