@@ -112,6 +112,15 @@ def seed_of(namespace: Namespace) -> int:
     return seed % _U64
 
 
+def _seeds_of(namespace_seeds: Sequence[int] | None, num_sequences: int) -> Hashes:
+    if namespace_seeds is None:
+        return np.full(num_sequences, BASE_SEED, dtype=np.uint64)
+    if len(namespace_seeds) != num_sequences:
+        got = len(namespace_seeds)
+        raise HashingError(f"expected {num_sequences} namespace seeds, one a sequence, got {got}")
+    return np.array(namespace_seeds, dtype=np.uint64)
+
+
 class BlockHasher:
     """Hashes for one block size, in tokens per block.
 
@@ -169,9 +178,7 @@ class BlockHasher:
         Without `namespace_seeds` none has LoRA or salt.
         """
         ends = checked_ends(ends, len(tokens))
-        seeds = np.full(len(ends), BASE_SEED, dtype=np.uint64)
-        if namespace_seeds is not None:
-            seeds[:] = np.array(namespace_seeds, dtype=np.uint64)
+        seeds = _seeds_of(namespace_seeds, len(ends))
         lengths = np.diff(ends, prepend=0) - (self.window - self.block_size)
         block_ends = np.cumsum(np.maximum(lengths, 0) // self.block_size, dtype=np.int64)
         hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)
