@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from kvplug.errors import ConfigError, HashingError
 from kvplug.events import Namespace
 from kvplug.hash_schemes import SCHEME_NAMES, cbor, scheme_named
-from kvplug.hash_schemes.vllm import DIGESTS
+from kvplug.hash_schemes.vllm import ALGORITHMS
 from kvplug.hashing import BlockHasher, as_tokens, seed_of
 from kvplug.sim import block_hashes
 from tests.kernels import twins
 
 HASHES = Path(__file__).with_name("vectors") / "hashes"
-SEEDS = dict.fromkeys(DIGESTS, "0")
+SEEDS = dict.fromkeys(ALGORITHMS, "0")
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
@@ -89,7 +89,7 @@ def test_many_sequences_hash_as_each_alone(name, sequences, block_size):
     assert many.hashes.tolist() == [h for hashes in alone for h in hashes]
 
 
-@pytest.mark.parametrize("name", ["xxh3", *DIGESTS])
+@pytest.mark.parametrize("name", ["xxh3", *ALGORITHMS])
 def test_many_sequences_have_namespaces_of_their_own(name):
     scheme, tokens = scheme_of(name), as_tokens([1, 2, 3, 4] * 2)
     namespaces = [Namespace(salt="a"), Namespace()]
@@ -119,7 +119,7 @@ def test_one_namespace_for_each_sequence_or_none(name):
 def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
     scheme, tokens = scheme_of(name), as_tokens(tokens)
     whole = scheme.sequence_hashes(tokens).tolist()
-    prefixes = scheme.digests(tokens) if name in DIGESTS else whole
+    prefixes = scheme.digests(tokens) if name in ALGORITHMS else whole
     num_blocks = min(num_blocks, len(whole))
     parent = prefixes[num_blocks - 1] if num_blocks else None
     rest = scheme.sequence_hashes(tokens[4 * num_blocks :], parent=parent)
@@ -128,7 +128,7 @@ def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 def test_parents_of_another_kind_are_refused(name):
-    for parent in [7, b"8 bytes.", b""] if name in DIGESTS else [b"8 bytes.", b""]:
+    for parent in [7, b"8 bytes.", b""] if name in ALGORITHMS else [b"8 bytes.", b""]:
         with pytest.raises(HashingError, match=f"{name} continues from a"):
             scheme_of(name).sequence_hashes(as_tokens(range(4)), parent=parent)
 
@@ -136,7 +136,7 @@ def test_parents_of_another_kind_are_refused(name):
 @pytest.mark.parametrize(
     ("name", "key"),
     [("xxh3", -1), ("xxh3", 2**64), ("xxh3", b"x"), ("xxh3", ("a", 1)), ("fnv1a", 7)]
-    + [(name, key) for name in DIGESTS for key in (7, "a", ("a",), (1, "a"))],
+    + [(name, key) for name in ALGORITHMS for key in (7, "a", ("a",), (1, "a"))],
 )  # fmt: skip
 def test_extra_keys_of_another_kind_are_refused(name, key):
     with pytest.raises(HashingError):
@@ -203,3 +203,17 @@ def test_the_simulated_engine_hashes_as_vllms_default():
 )  # fmt: skip
 def test_cbor_is_that_of_the_rfc(value, encoded):
     assert cbor.dumps(value).hex() == encoded
+
+
+@given(token_lists, st.integers(1, 30))
+def test_token_arrays_are_cbor_of_the_blocks(tokens, block_size):
+    blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
+    expected = [cbor.dumps(tuple(block)) for block in blocks if len(block) == block_size]
+    assert cbor.token_arrays(as_tokens(tokens), block_size) == expected
+
+
+@pytest.mark.parametrize("block_size", [23, 24, 255, 256, 65535, 65536])
+def test_every_head_of_cbor(block_size):
+    edges = [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1]
+    tokens = (edges * (block_size // len(edges) + 1))[:block_size]
+    assert cbor.token_arrays(as_tokens(tokens), block_size) == [cbor.dumps(tuple(tokens))]

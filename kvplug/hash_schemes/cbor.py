@@ -1,16 +1,27 @@
 """Canonical CBOR of what a block hash is made of (RFC 8949, 4.2.1: shortest heads).
 
-In:  bytes, text, integers, None, tuples of them.   Out: bytes.
+In:  bytes, text, integers, None, tuples of them; token ids.   Out: bytes.
 
 Equal to cbor2 6.2.1, `dumps(value, canonical=True)`, which vLLM 0.32.0 calls.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
+
+from kvplug.hashing import Tokens
+from kvplug.kernels import cbor as kernels
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = range(0, 5 << 5, 1 << 5)
 _NULL: Final = b"\xf6"
+
+
+class Encoded(bytes):
+    """A part that is CBOR already."""
+
 
 Value = int | bytes | str | None | tuple["Value", ...]
 
@@ -29,6 +40,8 @@ def dumps(value: Value) -> bytes:
     match value:
         case None:
             return _NULL
+        case Encoded():
+            return value
         case bytes():
             return _head(_BYTES, len(value)) + value
         case str():
@@ -37,3 +50,13 @@ def dumps(value: Value) -> bytes:
         case tuple():
             return _head(_ARRAY, len(value)) + b"".join(map(dumps, value))
     return _head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
+
+
+def token_arrays(tokens: Tokens, block_size: int) -> list[Encoded]:
+    """The tokens of each full block as an array: `dumps` of them, in a kernel."""
+    num_blocks = len(tokens) // block_size
+    ends = np.zeros(num_blocks, dtype=np.uint64)
+    room = kernels.MAX_HEAD_BYTES * num_blocks * (block_size + 1)
+    buffer = np.empty(room, dtype=np.uint8)
+    written = buffer[: kernels.encode_blocks(tokens, block_size, ends, buffer)].tobytes()
+    return [Encoded(written[start:end]) for start, end in pairwise([0, *ends.tolist()])]

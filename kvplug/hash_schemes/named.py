@@ -14,7 +14,7 @@ from kvplug.hash_schemes.fnv1a import Fnv1a
 from kvplug.hash_schemes.scheme import HashScheme
 from kvplug.hash_schemes.xxh3 import Xxh3
 
-SCHEME_NAMES: Final = ("xxh3", "fnv1a", *vllm.DIGESTS)
+SCHEME_NAMES: Final = ("xxh3", "fnv1a", *vllm.ALGORITHMS)
 
 
 def scheme_named(
@@ -36,7 +36,7 @@ def scheme_named(
         )
     if bigrams and name != "xxh3":
         raise ConfigError(f"hash scheme {name} has no bigrams: only xxh3 does")
-    if name in vllm.DIGESTS:
+    if name in vllm.ALGORITHMS:
         seed = None if hash_seed is None else str(hash_seed)
         return vllm.VllmScheme(name, block_size, hash_seed=seed, lora_paths=lora_paths)
     if hash_seed is not None or lora_paths:

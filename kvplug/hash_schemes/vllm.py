@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -33,8 +33,6 @@ from kvplug.hash_schemes import cbor
 from kvplug.hash_schemes.scheme import NO_NAMESPACE, ExtraKey, ExtraKeys, HashScheme, Parent
 from kvplug.hashing import Hashes, Tokens
 
-Digest = Callable[[cbor.Value], bytes]
-
 _DEFAULT_SEED: Final = "vllm-none-hash"
 _PICKLE_PROTOCOL: Final = 5  # the highest of Python 3.8 to 3.14: vLLM takes the highest
 
@@ -43,11 +41,23 @@ def _pickle(content: cbor.Value) -> bytes:
     return pickle.dumps(content, protocol=_PICKLE_PROTOCOL)  # written here and never read
 
 
-DIGESTS: Final[Mapping[str, Digest]] = {
-    "sha256": lambda content: hashlib.sha256(_pickle(content)).digest(),
-    "sha256_cbor": lambda content: hashlib.sha256(cbor.dumps(content)).digest(),
-    "xxhash": lambda content: xxhash.xxh3_128_digest(_pickle(content)),
-    "xxhash_cbor": lambda content: xxhash.xxh3_128_digest(cbor.dumps(content)),
+def _token_tuples(tokens: Tokens, block_size: int) -> Sequence[cbor.Value]:
+    ids, num_blocks = tokens.tolist(), len(tokens) // block_size
+    return [tuple(ids[i * block_size : (i + 1) * block_size]) for i in range(num_blocks)]
+
+
+class Algorithm(NamedTuple):
+    """How the tokens are cut into blocks for the encoding, and how what is encoded is hashed."""
+
+    blocks: Callable[[Tokens, int], Sequence[cbor.Value]]
+    digest: Callable[[cbor.Value], bytes]
+
+
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    "sha256": Algorithm(_token_tuples, lambda it: hashlib.sha256(_pickle(it)).digest()),
+    "sha256_cbor": Algorithm(cbor.token_arrays, lambda it: hashlib.sha256(cbor.dumps(it)).digest()),
+    "xxhash": Algorithm(_token_tuples, lambda it: xxhash.xxh3_128_digest(_pickle(it))),
+    "xxhash_cbor": Algorithm(cbor.token_arrays, lambda it: xxhash.xxh3_128_digest(cbor.dumps(it))),
 }
 
 
@@ -74,8 +84,8 @@ class VllmScheme(HashScheme):
                 f"{name} needs hash_seed, the PYTHONHASHSEED of the engines: without it each vLLM "
                 "has a secret of its own"
             )
-        self._digest = DIGESTS[name]
-        self._no_parent = self._digest(_DEFAULT_SEED if hash_seed is None else hash_seed)
+        self._algorithm = ALGORITHMS[name]
+        self._no_parent = self._algorithm.digest(_DEFAULT_SEED if hash_seed is None else hash_seed)
         self._lora_paths = dict(lora_paths or {})
 
     def digests(
@@ -87,14 +97,12 @@ class VllmScheme(HashScheme):
         extra_keys: ExtraKeys = (),
     ) -> list[bytes]:
         """One per full block: 32 bytes (SHA-256) or 16 (XXH3); `parent` is such a digest."""
-        token_ids, size = tokens.tolist(), self.block_size
         lora, salt = self._lora_keys(namespace), _salt_keys(namespace, parent)
         digest, digests = self._digest_before(parent), []
-        for block in range(self.num_blocks(len(tokens))):
-            items, embeds = _tagged(extra_keys[block] if block < len(extra_keys) else ())
-            keys = (*lora, *items, *(salt if block == 0 else ()), *embeds)
-            of_block = tuple(token_ids[block * size : (block + 1) * size])
-            digest = self._digest((digest, of_block, keys or None))
+        for i, block in enumerate(self._algorithm.blocks(tokens, self.block_size)):
+            items, embeds = _tagged(extra_keys[i] if i < len(extra_keys) else ())
+            keys = (*lora, *items, *(salt if i == 0 else ()), *embeds)
+            digest = self._algorithm.digest((digest, block, keys or None))
             digests.append(digest)
         return digests
 
