@@ -1,6 +1,6 @@
-"""How long hashing takes: 32,768 tokens, by step and by block size.
+"""How long hashing takes: 32,768 tokens, by step, block size and scheme.
 
-usage: python -m tests.benchmarks.hashing [number of runs, 2000]
+usage: python -m tests.benchmarks.hashing [number of runs, 300]
 
 Microseconds, the least and the median. A call crosses from Python once, which is in the numbers.
 """
@@ -12,6 +12,8 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from kvplug.hash_schemes import SCHEME_NAMES, scheme_named
+from kvplug.hash_schemes.vllm import ALGORITHMS
 from kvplug.hashing import BASE_SEED, BlockHasher, as_tokens
 from kvplug.kernels import hashing as kernels
 from tests.benchmarks.splitmix import prompt
@@ -42,6 +44,10 @@ def steps():
     yield "array -> block hashes, size 16, bigrams", lambda: windows.block_hashes(tokens)
     yield "chain of 2,048", lambda: kernels.chain_blocks(hashes, False, seed, seed, chained)
     yield "array -> sequence hashes, size 16", lambda: hasher.sequence_hashes(tokens)
+    for name in SCHEME_NAMES:
+        seed_of_vllm = "0" if name in ALGORITHMS else None
+        scheme = scheme_named(name, block_size=16, hash_seed=seed_of_vllm)
+        yield f"array -> {name}, size 16", partial(scheme.sequence_hashes, tokens)
 
 
 def main(num_runs):
@@ -52,4 +58,4 @@ def main(num_runs):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
