@@ -43,7 +43,7 @@ TokensLike = Tokens | Sequence[int]
 
 BASE_SEED = 1337
 _U64 = 2**64
-_NO_PARENT = np.uint64(0)
+_CHAIN_SEED = np.uint64(BASE_SEED)
 _START = np.zeros(1, dtype=np.int64)
 
 
@@ -165,9 +165,14 @@ class BlockHasher:
         extra_keys: Sequence[Sequence[int]] = (),
     ) -> Hashes:
         """uint64[num_blocks(len(tokens))]; `parent` is the sequence hash before the first block."""
-        hashes = self.block_hashes(tokens, namespace_seed, extra_keys=extra_keys)
-        before = _NO_PARENT if parent is None else np.uint64(parent)
-        kernels.chain_blocks(hashes, parent is not None, before, np.uint64(BASE_SEED), hashes)
+        linked, before = parent is not None, np.uint64(parent or 0)
+        if any(extra_keys):
+            hashes = self.block_hashes(tokens, namespace_seed, extra_keys=extra_keys)
+            kernels.chain_blocks(hashes, linked, before, _CHAIN_SEED, hashes)
+            return hashes
+        hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
+        sizes, seed = (self.window, self.block_size), np.uint64(namespace_seed)
+        kernels.hash_sequence(tokens, *sizes, seed, linked, before, _CHAIN_SEED, hashes)
         return hashes
 
     def sequence_hashes_many(
@@ -182,8 +187,8 @@ class BlockHasher:
         lengths = np.diff(ends, prepend=0) - (self.window - self.block_size)
         block_ends = np.cumsum(np.maximum(lengths, 0) // self.block_size, dtype=np.int64)
         hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)
-        sizes, chain_seed = (self.window, self.block_size), np.uint64(BASE_SEED)
-        kernels.hash_sequences(tokens, ends, *sizes, seeds, chain_seed, block_ends, hashes)
+        sizes = self.window, self.block_size
+        kernels.hash_sequences(tokens, ends, *sizes, seeds, _CHAIN_SEED, block_ends, hashes)
         return HashedSequences(hashes, block_ends)
 
     def _hash_with_keys(

@@ -9,6 +9,8 @@ They are unsigned: a signed index is asked for its sign on every read, which tak
 long. Twin: the xxhash package (tests/kernels/test_hashing.py).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -203,54 +205,66 @@ def _hash_short(words: U32, at: np.uint64, n: np.uint64, seed: np.uint64) -> np.
 
 
 @inlined
-def _fill_long(
-    tokens: U32, window: np.uint64, stride: np.uint64, seed: np.uint64, out_hashes: U64
-) -> None:
-    secret, acc = _seeded_secret(seed), np.empty(8, dtype=np.uint64)
-    for i in range(np.uint64(len(out_hashes))):
-        out_hashes[i] = _hash_over_240(tokens, i * stride, window, secret, acc)
-
-
-@inlined
-def _fill_windows(tokens: U32, window: int, stride: int, seed: np.uint64, out_hashes: U64) -> None:
-    n, step, num_blocks = np.uint64(window), np.uint64(stride), np.uint64(len(out_hashes))
-    # With a constant length LLVM unrolls the rounds and keeps the keys in registers: the two sizes
-    # that engines use most.
-    if n == _16:
-        for i in range(num_blocks):
-            out_hashes[i] = _hash_17_to_128(tokens, i * step, _16, seed)
-    elif n == _32:
-        for i in range(num_blocks):
-            out_hashes[i] = _hash_17_to_128(tokens, i * step, _32, seed)
-    elif n <= _60:
-        for i in range(num_blocks):
-            out_hashes[i] = _hash_short(tokens, i * step, n, seed)
-    else:
-        _fill_long(tokens, n, step, seed, out_hashes)
-
-
-@inlined
-def fill_block_hashes(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
-    """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size]."""
-    _fill_windows(tokens, block_size, block_size, seed, out_hashes)
-
-
-@inlined
 def chain(parent: np.uint64, block_hash: np.uint64, seed: np.uint64) -> np.uint64:
     """The sequence hash of a block behind the sequence hash `parent`."""
     return _hash_9_to_16(parent, block_hash, _16, seed)
 
 
+class _Link(NamedTuple):
+    """How block hashes become sequence hashes on their way: from block `first` on, or not at all.
+
+    A link takes as long as a block, but waits for the one before it: done together they overlap.
+    """
+
+    first: np.uint64
+    parent: np.uint64
+    seed: np.uint64
+
+
 @inlined
-def _chain_all(
-    block_hashes: U64, has_parent: bool, parent: np.uint64, seed: np.uint64, out_hashes: U64
+def _linked(link: _Link, before: np.uint64, block_hash: np.uint64, i: Index) -> np.uint64:
+    return chain(before, block_hash, link.seed) if i >= link.first else block_hash
+
+
+@inlined
+def _fill_long(
+    tokens: U32, window: np.uint64, stride: np.uint64, seed: np.uint64, link: _Link, out_hashes: U64
 ) -> None:
-    for i in range(np.uint64(len(block_hashes))):
-        if i == _0 and not has_parent:
-            parent = block_hashes[i]
-        else:
-            parent = chain(parent, block_hashes[i], seed)
-        out_hashes[i] = parent
+    secret, acc, h = _seeded_secret(seed), np.empty(8, dtype=np.uint64), link.parent
+    for i in range(np.uint64(len(out_hashes))):
+        h = _linked(link, h, _hash_over_240(tokens, i * stride, window, secret, acc), i)
+        out_hashes[i] = h
+
+
+@inlined
+def _fill_windows(
+    tokens: U32, window: int, stride: int, seed: np.uint64, link: _Link, out_hashes: U64
+) -> None:
+    n, step, num_blocks = np.uint64(window), np.uint64(stride), np.uint64(len(out_hashes))
+    h = link.parent
+    # With a constant length LLVM unrolls the rounds and keeps the keys in registers: the two sizes
+    # that engines use most.
+    if n == _16:
+        for i in range(num_blocks):
+            h = _linked(link, h, _hash_17_to_128(tokens, i * step, _16, seed), i)
+            out_hashes[i] = h
+    elif n == _32:
+        for i in range(num_blocks):
+            h = _linked(link, h, _hash_17_to_128(tokens, i * step, _32, seed), i)
+            out_hashes[i] = h
+    elif n <= _60:
+        for i in range(num_blocks):
+            h = _linked(link, h, _hash_short(tokens, i * step, n, seed), i)
+            out_hashes[i] = h
+    else:
+        _fill_long(tokens, n, step, seed, link, out_hashes)
+
+
+@inlined
+def fill_block_hashes(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
+    """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size]."""
+    unlinked = _Link(np.uint64(len(out_hashes)), _0, _0)
+    _fill_windows(tokens, block_size, block_size, seed, unlinked, out_hashes)
 
 
 @kernel(void(reads(u4), i8, i8, u8, writes(u8)))
@@ -260,7 +274,18 @@ def hash_blocks(tokens: U32, window: int, stride: int, seed: np.uint64, out_hash
     window >= 1, and the last window ends within the tokens. Blocks without overlap have
     stride == window.
     """
-    _fill_windows(tokens, window, stride, seed, out_hashes)
+    unlinked = _Link(np.uint64(len(out_hashes)), _0, _0)
+    _fill_windows(tokens, window, stride, seed, unlinked, out_hashes)
+
+
+@kernel(void(reads(u4), i8, i8, u8, b1, u8, u8, writes(u8)))
+def hash_sequence(
+    tokens: U32, window: int, stride: int, seed: np.uint64, has_parent: bool, parent: np.uint64,
+    chain_seed: np.uint64, out_hashes: U64,
+) -> None:  # fmt: skip
+    """hash_blocks and chain_blocks in one go."""
+    link = _Link(_0 if has_parent else _1, parent, chain_seed)
+    _fill_windows(tokens, window, stride, seed, link, out_hashes)
 
 
 @kernel(void(reads(u8), b1, u8, u8, writes(u8)))
@@ -271,23 +296,26 @@ def chain_blocks(
 
     Without a parent the first sequence hash is the block hash itself.
     """
-    _chain_all(block_hashes, has_parent, parent, seed, out_hashes)
+    for i in range(np.uint64(len(block_hashes))):
+        if i == _0 and not has_parent:
+            parent = block_hashes[i]
+        else:
+            parent = chain(parent, block_hashes[i], seed)
+        out_hashes[i] = parent
 
 
 @kernel(void(reads(u4), reads(i8), i8, i8, reads(u8), u8, reads(i8), writes(u8)))
 def hash_sequences(
-    tokens: U32, ends: I64, window: int, stride: int, seeds: U64, seed: np.uint64, block_ends: I64,
-    out_hashes: U64,
+    tokens: U32, ends: I64, window: int, stride: int, seeds: U64, chain_seed: np.uint64,
+    block_ends: I64, out_hashes: U64,
 ) -> None:  # fmt: skip
     """Sequence hashes of many sequences in a row: sequence s ends before tokens[ends[s]].
 
-    Its block hashes have the seed seeds[s], its chain `seed`; its hashes end before
+    Its block hashes have the seed seeds[s], its chain `chain_seed`; its hashes end before
     out_hashes[block_ends[s]].
     """
-    start, first = 0, 0
+    start, first, link = 0, 0, _Link(_1, _0, chain_seed)
     for s in range(len(ends)):
         end, last = ends[s], block_ends[s]
-        out = out_hashes[first:last]
-        _fill_windows(tokens[start:end], window, stride, seeds[s], out)
-        _chain_all(out, False, _0, seed, out)
+        _fill_windows(tokens[start:end], window, stride, seeds[s], link, out_hashes[first:last])
         start, first = end, last

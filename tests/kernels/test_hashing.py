@@ -58,6 +58,22 @@ def test_windows_may_overlap(tokens, stride, more, seed):
     assert out.tolist() == twins.hash_windows(tokens, window, stride, seed)
 
 
+@given(
+    st.lists(u32s, max_size=150),
+    st.integers(1, 70) | st.sampled_from([16, 32]),
+    st.integers(0, 1),
+    u64s,
+    st.none() | u64s,
+)
+def test_a_sequence_hashes_as_its_blocks_and_their_chain(tokens, stride, more, seed, parent):
+    window, array = stride + more, np.array(tokens, dtype=np.uint32)
+    out = np.empty(max(0, len(tokens) - more) // stride, dtype=np.uint64)
+    before, chain_seed = (parent is not None, np.uint64(parent or 0)), np.uint64(1337)
+    hashing.hash_sequence(array, window, stride, np.uint64(seed), *before, chain_seed, out)
+    block_hashes = twins.hash_windows(tokens, window, stride, seed)
+    assert out.tolist() == twins.chain_blocks(block_hashes, parent, 1337)
+
+
 @given(st.lists(st.tuples(st.lists(u32s, max_size=40), u64s), max_size=6), st.integers(1, 9))
 def test_many_sequences_hash_as_each_alone(sequences, block_size):
     alone = [twins.hash_blocks(tokens, block_size, seed) for tokens, seed in sequences]
