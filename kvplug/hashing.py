@@ -106,10 +106,18 @@ def seed_of(namespace: Namespace) -> int:
     """The seed of block hashes in a namespace; 1337 without LoRA and salt."""
     seed = BASE_SEED
     if namespace.lora_name:
-        seed += xxhash.xxh3_64_intdigest(namespace.lora_name.encode(), 0)
+        seed += xxhash.xxh3_64_intdigest(utf8(namespace.lora_name), 0)
     if namespace.salt:
-        seed += xxhash.xxh3_64_intdigest(namespace.salt.encode(), 1)
+        seed += xxhash.xxh3_64_intdigest(utf8(namespace.salt), 1)
     return seed % _U64
+
+
+def utf8(text: str) -> bytes:
+    """The bytes that are hashed of a name or a salt; raises HashingError for half characters."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise HashingError(f"cannot hash {text!a}: expected Unicode text: {error}") from error
 
 
 def _seeds_of(namespace_seeds: Sequence[int] | None, num_sequences: int) -> Hashes:

@@ -128,7 +128,7 @@ def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 def test_parents_of_another_kind_are_refused(name):
-    for parent in [7, b"8 bytes.", b""] if name in ALGORITHMS else [b"8 bytes.", b""]:
+    for parent in [7, b"8 bytes.", b""] if name in ALGORITHMS else [b"8 bytes.", b"", -1, 2**64]:
         with pytest.raises(HashingError, match=f"{name} continues from a"):
             scheme_of(name).sequence_hashes(as_tokens(range(4)), parent=parent)
 

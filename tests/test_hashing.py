@@ -80,6 +80,12 @@ def test_seed_is_dynamos():
     assert seed_of(Namespace(lora_name="x", salt="x")) == (1337 + lora + salt) % 2**64
 
 
+@pytest.mark.parametrize("namespace", [Namespace("\ud800"), Namespace(salt="\ud800")])
+def test_half_characters_are_refused(namespace):
+    with pytest.raises(HashingError, match="expected Unicode text"):
+        seed_of(namespace)
+
+
 def test_extra_keys_are_appended_sorted():
     tokens = np.arange(8, dtype=np.uint32)
     keyed = hashes(tokens, extra_keys=[[], [9, 3]])

@@ -90,7 +90,7 @@ def namespaces_of(namespaces: Sequence[Namespace] | None, num_sequences: int) ->
 
 
 def hash_of(parent: Parent | None, name: str) -> SequenceHash | None:
-    """The parent of a scheme that continues from 64 bits; raises HashingError for a digest."""
-    if isinstance(parent, bytes):
-        raise HashingError(f"{name} continues from a hash of 64 bits, got {len(parent)} bytes")
+    """The parent of a scheme that continues from 64 bits; raises HashingError for another one."""
+    if isinstance(parent, bytes) or (parent is not None and not 0 <= parent < 2**64):
+        raise HashingError(f"{name} continues from a hash in [0, 2**64), got {parent!r}")
     return parent

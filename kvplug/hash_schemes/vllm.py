@@ -31,7 +31,7 @@ from kvplug.errors import ConfigError, HashingError
 from kvplug.events import EngineHash, Namespace
 from kvplug.hash_schemes import cbor
 from kvplug.hash_schemes.scheme import NO_NAMESPACE, ExtraKey, ExtraKeys, HashScheme, Parent
-from kvplug.hashing import Hashes, Tokens
+from kvplug.hashing import Hashes, Tokens, utf8
 
 _DEFAULT_SEED: Final = "vllm-none-hash"
 _PICKLE_PROTOCOL: Final = 5  # the highest of Python 3.8 to 3.14: vLLM takes the highest
@@ -165,4 +165,4 @@ def _tagged(keys: Sequence[ExtraKey]) -> tuple[list[cbor.Value], list[cbor.Value
 
 def _own(text: str) -> str:
     """An equal string that is no other object's."""
-    return text.encode().decode()
+    return utf8(text).decode()
