@@ -2,7 +2,7 @@
 
 KvplugError
 ├── ConfigError        a setting, a flag or an argument is wrong
-├── HashingError       tokens cannot be hashed (an id outside u32, an unknown scheme)
+├── HashingError       tokens cannot be hashed (an id outside u32, a key that the scheme has not)
 ├── DecodeError        bytes from an event socket are no event batch at all
 ├── RoutingError       a request cannot be routed
 │   ├── NoWorkerError      no worker can take it now

@@ -11,13 +11,22 @@ one fleet: block hash = XXH3-64 of the little-endian u32 tokens of one full bloc
 (+ XXH3-64(lora name, seed 0)) (+ XXH3-64(salt, seed 1)), sums modulo 2**64; extra 64-bit keys of a
 block, sorted, are appended to its tokens; sequence hash of the first block = its block hash, of a
 later one XXH3-64(parent || block, seed 1337). The trailing partial block is never hashed.
+
+With bigrams (SGLang with EAGLE keys a block by its pairs of token and next token) the blocks are
+windows of one token more, a block apart, as Dynamo hashes them:
+
+    tokens        1 2 3 4 5 6 7 8 9 10
+    windows       1 2 3 4 5
+                          5 6 7 8 9         the last block needs the token after it
+
+Other schemes, by name: kvplug/hash_schemes.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +38,21 @@ from kvplug.kernels import hashing as kernels
 
 Tokens = npt.NDArray[np.uint32]
 Hashes = npt.NDArray[np.uint64]
+Ends = npt.NDArray[np.int64]
 TokensLike = Tokens | Sequence[int]
 HashesLike = Hashes | Sequence[int]
 
 BASE_SEED = 1337
 _U64 = 2**64
-_NO_PARENT = np.uint64(0)
+_CHAIN_SEED = np.uint64(BASE_SEED)
+_START = np.zeros(1, dtype=np.int64)
+
+
+class HashedSequences(NamedTuple):
+    """Hashes of many sequences in a row: those of sequence s are before hashes[ends[s]]."""
+
+    hashes: Hashes
+    ends: Ends
 
 
 def as_tokens(token_ids: TokensLike) -> Tokens:
@@ -45,13 +63,12 @@ def as_tokens(token_ids: TokensLike) -> Tokens:
     if isinstance(token_ids, np.ndarray):
         if token_ids.dtype == np.uint32:
             return np.ascontiguousarray(token_ids).reshape(-1)
-        token_ids = token_ids.tolist()
+        return as_tokens(token_ids.tolist())
     if isinstance(token_ids, str | bytes | bytearray):  # array("I") would take raw memory
         kind = type(token_ids).__name__
         raise HashingError(f"cannot hash tokens: expected integers in [0, 2**32), got {kind}")
     try:
-        # array("I") checks type and range as it converts, three times faster than NumPy does.
-        return np.frombuffer(array("I", token_ids), dtype=np.uint32)
+        return np.frombuffer(_as_array(token_ids), dtype=np.uint32)
     except (OverflowError, TypeError) as error:
         raise HashingError(
             f"cannot hash tokens: expected integers in [0, 2**32): {error}"
@@ -70,24 +87,95 @@ def as_hashes(sequence_hashes: HashesLike) -> Hashes:
         ) from error
 
 
-@lru_cache(maxsize=4096)
+def _as_array(token_ids: Sequence[int]) -> array[int]:
+    # An array checks type and range as it converts: four times as fast as NumPy does, and a list
+    # goes in by fromlist in two thirds of the time of array("I", list).
+    if isinstance(token_ids, list):
+        ids = array("I")
+        ids.fromlist(token_ids)
+        return ids
+    return array("I", token_ids)
+
+
+def checked_block_size(block_size: int) -> int:
+    """`block_size` if it can be one; raises ConfigError."""
+    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+        raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {block_size}")
+    return block_size
+
+
+def checked_ends(ends: Ends, num_tokens: int) -> Ends:
+    """int64[n], contiguous; raises HashingError unless they never fall and reach `num_tokens`."""
+    if ends.ndim != 1 or not np.issubdtype(ends.dtype, np.integer):
+        raise HashingError(f"ends of sequences are integers in a row, got {ends.dtype}{ends.shape}")
+    ends = np.ascontiguousarray(ends, dtype=np.int64)
+    starts = np.concatenate([_START, ends])
+    if starts[-1] != num_tokens or (starts[1:] < starts[:-1]).any():
+        raise HashingError(f"ends of sequences must rise from 0 to {num_tokens}, the tokens given")
+    return ends
+
+
 def seed_of(namespace: Namespace) -> int:
     """The seed of block hashes in a namespace; 1337 without LoRA and salt."""
     seed = BASE_SEED
     if namespace.lora_name:
-        seed += xxhash.xxh3_64_intdigest(namespace.lora_name.encode(), 0)
+        seed += xxhash.xxh3_64_intdigest(utf8(namespace.lora_name), 0)
     if namespace.salt:
-        seed += xxhash.xxh3_64_intdigest(namespace.salt.encode(), 1)
+        seed += xxhash.xxh3_64_intdigest(utf8(namespace.salt), 1)
     return seed % _U64
 
 
-class BlockHasher:
-    """Hashes for one block size, in tokens per block."""
+def utf8(text: str) -> bytes:
+    """The bytes that are hashed of a name or a salt; raises HashingError for half characters."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise HashingError(f"cannot hash {text!a}: expected Unicode text: {error}") from error
 
-    def __init__(self, block_size: int) -> None:
-        if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {block_size}")
-        self.block_size = block_size
+
+def _seeds_of(namespace_seeds: Sequence[int] | None, num_sequences: int) -> Hashes:
+    if namespace_seeds is None:
+        return np.full(num_sequences, BASE_SEED, dtype=np.uint64)
+    if len(namespace_seeds) != num_sequences:
+        got = len(namespace_seeds)
+        raise HashingError(f"expected {num_sequences} namespace seeds, one a sequence, got {got}")
+    return np.array(namespace_seeds, dtype=np.uint64)
+
+
+class BlockHasher:
+    """Hashes for one block size, in tokens per block.
+
+    With `bigrams` a block is a window of block_size + 1 tokens (`window`), which shares its last
+    one with the next block.
+    """
+
+    def __init__(self, block_size: int, *, bigrams: bool = False) -> None:
+        self.block_size = checked_block_size(block_size)
+        self.window = block_size + bigrams
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """How many blocks are full."""
+        return max(0, num_tokens - self.window + self.block_size) // self.block_size
+
+    def block_hashes(
+        self,
+        tokens: Tokens,
+        namespace_seed: int = BASE_SEED,
+        *,
+        extra_keys: Sequence[Sequence[int]] = (),
+    ) -> Hashes:
+        """uint64[num_blocks(len(tokens))], of the content of each block alone.
+
+        `namespace_seed` is seed_of(namespace). `extra_keys[i]` are further 64-bit keys of block i;
+        blocks beyond its end have none.
+        """
+        hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
+        seed = np.uint64(namespace_seed)
+        kernels.hash_blocks(tokens, self.window, self.block_size, seed, hashes)
+        for block, keys in enumerate(extra_keys[: len(hashes)]):
+            if keys:
+                hashes[block] = self._hash_with_keys(tokens, block, seed, keys)
+        return hashes
 
     def sequence_hashes(
         self,
@@ -97,34 +185,39 @@ class BlockHasher:
         parent: SequenceHash | None = None,
         extra_keys: Sequence[Sequence[int]] = (),
     ) -> Hashes:
-        """uint64[len(tokens) // block_size]; `parent` is the sequence hash before the first block.
-
-        `namespace_seed` is seed_of(namespace). `extra_keys[i]` are further 64-bit keys of block i;
-        blocks beyond its end have none.
-        """
-        block_hashes = self._block_hashes(tokens, namespace_seed, extra_keys)
-        chained = np.empty_like(block_hashes)
-        before = _NO_PARENT if parent is None else np.uint64(parent)
-        seed = np.uint64(BASE_SEED)
-        kernels.chain_blocks(block_hashes, parent is not None, before, seed, chained)
-        return chained
-
-    def _block_hashes(
-        self, tokens: Tokens, seed: int, extra_keys: Sequence[Sequence[int]]
-    ) -> Hashes:
-        hashes = np.empty(len(tokens) // self.block_size, dtype=np.uint64)
-        kernels.hash_blocks(tokens, self.block_size, np.uint64(seed), hashes)
-        for block, keys in enumerate(extra_keys[: len(hashes)]):
-            if keys:
-                hashes[block] = self._hash_with_keys(tokens, block, seed, keys)
+        """uint64[num_blocks(len(tokens))]; `parent` is the sequence hash before the first block."""
+        linked, before = parent is not None, np.uint64(parent or 0)
+        if any(extra_keys):
+            hashes = self.block_hashes(tokens, namespace_seed, extra_keys=extra_keys)
+            kernels.chain_blocks(hashes, linked, before, _CHAIN_SEED, hashes)
+            return hashes
+        hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
+        sizes, seed = (self.window, self.block_size), np.uint64(namespace_seed)
+        kernels.hash_sequence(tokens, *sizes, seed, linked, before, _CHAIN_SEED, hashes)
         return hashes
 
+    def sequence_hashes_many(
+        self, tokens: Tokens, ends: Ends, namespace_seeds: Sequence[int] | None = None
+    ) -> HashedSequences:
+        """Of sequences in a row: sequence s ends before tokens[ends[s]], and has the seed s.
+
+        Without `namespace_seeds` none has LoRA or salt.
+        """
+        ends = checked_ends(ends, len(tokens))
+        seeds = _seeds_of(namespace_seeds, len(ends))
+        lengths = np.diff(ends, prepend=0) - (self.window - self.block_size)
+        block_ends = np.cumsum(np.maximum(lengths, 0) // self.block_size, dtype=np.int64)
+        hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)
+        sizes = self.window, self.block_size
+        kernels.hash_sequences(tokens, ends, *sizes, seeds, _CHAIN_SEED, block_ends, hashes)
+        return HashedSequences(hashes, block_ends)
+
     def _hash_with_keys(
-        self, tokens: Tokens, block: int, seed: int, keys: Sequence[int]
+        self, tokens: Tokens, block: int, seed: np.uint64, keys: Sequence[int]
     ) -> np.uint64:
         start = block * self.block_size
         appended = np.array(sorted(keys), dtype="<u8").view("<u4")
-        words = np.concatenate([tokens[start : start + self.block_size], appended])
+        words = np.concatenate([tokens[start : start + self.window], appended])
         out = np.empty(1, dtype=np.uint64)
-        kernels.hash_blocks(words.astype(np.uint32), len(words), np.uint64(seed), out)
+        kernels.hash_blocks(words.astype(np.uint32), len(words), len(words), seed, out)
         return np.uint64(out[0])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvplug.errors import ConfigError, HashingError
 from kvplug.events import Namespace
 from kvplug.hashing import BASE_SEED, BlockHasher, as_tokens, seed_of
+from tests.kernels import twins
 
 
 def hashes(tokens, block_size=4, **how):
@@ -19,6 +20,42 @@ def test_a_continuation_hashes_as_the_whole(tokens, num_blocks):
     num_blocks = min(num_blocks, len(whole))
     parent = whole[num_blocks - 1] if num_blocks else None
     assert hashes(tokens[4 * num_blocks :], parent=parent) == whole[num_blocks:]
+
+
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@given(token_lists, st.integers(1, 9), st.booleans())
+def test_sequence_hashes_are_chained_block_hashes(tokens, block_size, bigrams):
+    hasher, tokens = BlockHasher(block_size, bigrams=bigrams), as_tokens(tokens)
+    block_hashes = hasher.block_hashes(tokens).tolist()
+    assert len(block_hashes) == hasher.num_blocks(len(tokens))
+    assert hasher.sequence_hashes(tokens).tolist() == twins.chain_blocks(block_hashes, None, 1337)
+
+
+@given(token_lists, st.integers(1, 9))
+def test_blocks_of_bigrams_are_windows_of_one_token_more(tokens, block_size):
+    hasher = BlockHasher(block_size, bigrams=True)
+    assert hasher.num_blocks(len(tokens)) == max(0, (len(tokens) - 1) // block_size)
+    expected = twins.hash_windows(tokens, block_size + 1, block_size, 1337)
+    assert hasher.block_hashes(as_tokens(tokens)).tolist() == expected
+
+
+@given(st.lists(st.tuples(token_lists, st.integers(0, 2**64 - 1)), max_size=5), st.booleans())
+def test_many_sequences_have_seeds_of_their_own(sequences, bigrams):
+    hasher = BlockHasher(4, bigrams=bigrams)
+    tokens = as_tokens([t for tokens, _ in sequences for t in tokens])
+    ends = np.cumsum([len(tokens) for tokens, _ in sequences], dtype=np.int64)
+    many = hasher.sequence_hashes_many(tokens, ends, [seed for _, seed in sequences])
+    alone = [hasher.sequence_hashes(as_tokens(t), seed).tolist() for t, seed in sequences]
+    assert many.hashes.tolist() == [h for hashes in alone for h in hashes]
+    assert many.ends.tolist() == np.cumsum([len(hashes) for hashes in alone]).tolist()
+
+
+def test_a_seed_for_each_sequence_or_for_none():
+    for seeds in ([1], [1, 2, 3]):
+        with pytest.raises(HashingError, match="expected 2 namespace seeds"):
+            BlockHasher(4).sequence_hashes_many(as_tokens([1, 2]), np.array([1, 2]), seeds)
 
 
 def test_the_trailing_partial_block_is_not_hashed():
@@ -43,6 +80,12 @@ def test_seed_is_dynamos():
     assert seed_of(Namespace(lora_name="x", salt="x")) == (1337 + lora + salt) % 2**64
 
 
+@pytest.mark.parametrize("namespace", [Namespace("\ud800"), Namespace(salt="\ud800")])
+def test_half_characters_are_refused(namespace):
+    with pytest.raises(HashingError, match="expected Unicode text"):
+        seed_of(namespace)
+
+
 def test_extra_keys_are_appended_sorted():
     tokens = np.arange(8, dtype=np.uint32)
     keyed = hashes(tokens, extra_keys=[[], [9, 3]])
@@ -60,6 +103,16 @@ def test_extra_keys_are_appended_sorted():
 def test_what_is_no_token_id_is_refused(bad):
     with pytest.raises(HashingError, match="expected integers in"):
         as_tokens(bad)
+
+
+@given(st.lists(st.integers(-(2**33), 2**33) | st.booleans(), max_size=5))
+def test_lists_and_tuples_are_taken_or_refused_alike(token_ids):
+    if all(0 <= token_id < 2**32 for token_id in token_ids):
+        assert as_tokens(token_ids).tolist() == as_tokens(tuple(token_ids)).tolist() == token_ids
+    else:
+        for bad in (token_ids, tuple(token_ids)):
+            with pytest.raises(HashingError, match="expected integers in"):
+                as_tokens(bad)
 
 
 def test_token_arrays_of_other_dtypes_are_taken():

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvplug.kernels import msgpack, runs, wire
 from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u1, u4, u8, writes
-from kvplug.kernels.hashing import chain, fill_block_hashes
+from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.residency import (
     NOT_HELD,
     Blocks,
@@ -147,12 +147,8 @@ def _store_record(
             return False
         run = runs.run_of(value_of(index.blocks.table, parent))
         seed = runs.get(index.blocks.runs, run, runs.SEED)
-    hashes, before = scratch.hashes[:n], parent
-    fill_block_hashes(tokens, record[wire.BLOCK_SIZE], seed, hashes)
-    for i in range(n):
-        if before != _0:
-            hashes[i] = chain(before, hashes[i], _BASE_SEED)
-        before = hashes[i]
+    hashes = scratch.hashes[:n]
+    fill_sequence_hashes(tokens, record[wire.BLOCK_SIZE], seed, parent, _BASE_SEED, hashes)
     return _hold(index, holder, event_names, hashes, scratch.at[:n], parent, seed)
 
 

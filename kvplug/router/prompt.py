@@ -1,6 +1,6 @@
-"""Prompt: the tokens of one request, hashed once for each block size that is asked for.
+"""Prompt: the tokens of one request, hashed once for each block size and window asked for.
 
-In:  uint32 token ids, the seed of their namespace.   Out: sequence hashes by block size.
+In:  uint32 token ids, the seed of their namespace.   Out: sequence hashes by block size and window.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ class Prompt:
     def __init__(self, tokens: Tokens, namespace_seed: int) -> None:
         self.tokens = tokens
         self._seed = namespace_seed
-        self._hashes: dict[int, Hashes] = {}
+        self._hashes: dict[tuple[int, int], Hashes] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def hashes(self, hasher: BlockHasher) -> Hashes:
-        """uint64[len(self) // block size]; computed when first asked for."""
-        hashes = self._hashes.get(hasher.block_size)
+        """uint64[hasher.num_blocks(len(self))]; computed when first asked for."""
+        asked = hasher.block_size, hasher.window
+        hashes = self._hashes.get(asked)
         if hashes is None:
-            hashes = self._hashes[hasher.block_size] = hasher.sequence_hashes(
-                self.tokens, self._seed
-            )
+            hashes = self._hashes[asked] = hasher.sequence_hashes(self.tokens, self._seed)
         return hashes

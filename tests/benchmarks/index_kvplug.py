@@ -11,8 +11,8 @@ import numpy as np
 
 from kvplug import Rank, packed
 from kvplug.hashing import BlockHasher, Hashes, Tokens, TokensLike, as_tokens
-from tests.benchmarks.index_side import Arguments, Call, run
 from kvplug.index.block_index import BlockIndex, Overlap
+from tests.benchmarks.index_side import Arguments, Call, run
 from tests.benchmarks.index_workload import Event, Stored
 
 BLOCK_SIZE = 16

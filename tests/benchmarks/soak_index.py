@@ -26,9 +26,9 @@ import numpy as np
 from rich.console import Console
 
 from kvplug import packed
+from kvplug.index.block_index import BlockIndex
 from tests.benchmarks.index_kvplug import as_packed, rank_of
 from tests.benchmarks.index_side import resident_bytes
-from kvplug.index.block_index import BlockIndex
 from tests.benchmarks.soak_engine import Conversation, Conversations, Engine
 
 NUM_WORKERS, CAPACITY = 16, 8192

@@ -23,7 +23,7 @@ WAYS = {
     "with bounds checks": {"NUMBA_BOUNDSCHECK": "1"},
 }
 TESTS = ["tests/kernels", "tests/index", "tests/router/test_load.py", "tests/test_hashing.py"]
-TESTS += ["tests/test_records.py"]
+TESTS += ["tests/test_hash_schemes.py", "tests/test_records.py"]
 
 
 def oldest_python():

@@ -5,10 +5,13 @@ import struct
 import xxhash
 
 
+def hash_windows(tokens, window, stride, seed):
+    windows = [tokens[i : i + window] for i in range(0, len(tokens) - window + 1, stride)]
+    return [xxhash.xxh3_64_intdigest(struct.pack(f"<{window}I", *w), seed) for w in windows]
+
+
 def hash_blocks(tokens, block_size, seed):
-    num_blocks = len(tokens) // block_size
-    blocks = [tokens[i * block_size : (i + 1) * block_size] for i in range(num_blocks)]
-    return [xxhash.xxh3_64_intdigest(struct.pack(f"<{block_size}I", *b), seed) for b in blocks]
+    return hash_windows(tokens, block_size, block_size, seed)
 
 
 def chain_blocks(block_hashes, parent, seed):
@@ -20,6 +23,16 @@ def chain_blocks(block_hashes, parent, seed):
             parent = xxhash.xxh3_64_intdigest(struct.pack("<QQ", parent, block_hash), seed)
         chained.append(parent)
     return chained
+
+
+def fnv1a(tokens, block_size, parent):
+    hashes, h = [], parent
+    for i in range(len(tokens) // block_size):
+        h = 14695981039346656037 ^ (h * 1099511628211 % 2**64)
+        for token in tokens[i * block_size : (i + 1) * block_size]:
+            h = (h ^ token) * 1099511628211 % 2**64
+        hashes.append(h)
+    return hashes
 
 
 def _has(rank, holders, own, pools):

@@ -1,0 +1,219 @@
+"""Every scheme against where it is from. Each file of tests/vectors/hashes says how it was made."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplug.errors import ConfigError, HashingError
+from kvplug.events import Namespace
+from kvplug.hash_schemes import SCHEME_NAMES, cbor, scheme_named
+from kvplug.hash_schemes.vllm import ALGORITHMS
+from kvplug.hashing import BlockHasher, as_tokens, seed_of
+from kvplug.sim import block_hashes
+from tests.kernels import twins
+
+HASHES = Path(__file__).with_name("vectors") / "hashes"
+SEEDS = dict.fromkeys(ALGORITHMS, "0")
+token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def scheme_of(name, block_size=4, **how):
+    return scheme_named(name, block_size=block_size, hash_seed=SEEDS.get(name), **how)
+
+
+def load(stem):
+    return json.loads((HASHES / f"{stem}.json").read_text())
+
+
+VLLM = load("vllm-0.32")
+
+
+def from_vllm():
+    for vector in VLLM["vectors"]:
+        for hashes in vector["hashes"]:
+            marks = vector["name"], hashes["scheme"], str(hashes["seed"])
+            yield pytest.param(vector, hashes, id=" / ".join(marks))
+
+
+def key_of(key):
+    return bytes.fromhex(key["hex"]) if isinstance(key, dict) else tuple(key)
+
+
+@pytest.mark.parametrize(("vector", "hashes"), [*from_vllm()])
+def test_equal_to_vllm_0_32_0(vector, hashes):
+    lora, path = vector["lora"] or ("", "")
+    scheme = scheme_named(
+        hashes["scheme"],
+        block_size=VLLM["block_size"],
+        hash_seed=hashes["seed"],
+        lora_paths={lora: path},
+    )
+    tokens, namespace = as_tokens(vector["token_ids"]), Namespace(lora, vector["salt"] or "")
+    keys = [[key_of(key) for key in of_block] for of_block in vector["extra_keys"]]
+    digests = scheme.digests(tokens, namespace, extra_keys=keys)
+    assert [digest.hex() for digest in digests] == hashes["digests"]
+    assert scheme.sequence_hashes(tokens, namespace, extra_keys=keys).tolist() == hashes["ids"]
+
+
+@pytest.mark.parametrize("vector", load("dynamo-1.6.1")["vectors"])
+def test_xxh3_is_equal_to_dynamo_1_6_1(vector):
+    tokens, namespace = as_tokens(vector["token_ids"]), Namespace(vector["lora"], vector["salt"])
+    size, bigrams = vector["block_size"], vector["bigrams"]
+    hasher, keys = BlockHasher(size, bigrams=bigrams), vector["extra_keys"]
+    hashes = hasher.block_hashes(tokens, seed_of(namespace), extra_keys=keys)
+    assert hashes.tolist() == vector["block_hashes"]
+    scheme = scheme_of("xxh3", size, bigrams=bigrams)
+    chained = scheme.sequence_hashes(tokens, namespace, extra_keys=keys)
+    assert chained.tolist() == twins.chain_blocks(vector["block_hashes"], None, 1337)
+
+
+@given(token_lists, st.none() | st.integers(0, 2**64 - 1))
+def test_fnv1a_is_equal_to_its_formula(tokens, parent):
+    hashes = scheme_of("fnv1a").sequence_hashes(as_tokens(tokens), parent=parent)
+    assert hashes.tolist() == twins.fnv1a(tokens, 4, parent or 0)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@given(sequences=st.lists(token_lists, max_size=5), block_size=st.integers(1, 5))
+def test_many_sequences_hash_as_each_alone(name, sequences, block_size):
+    scheme = scheme_of(name, block_size)
+    tokens, ends = as_tokens([t for s in sequences for t in s]), np.cumsum([*map(len, sequences)])
+    many = scheme.sequence_hashes_many(tokens, ends.astype(np.int64))
+    alone = [scheme.sequence_hashes(as_tokens(each)).tolist() for each in sequences]
+    assert many.hashes.dtype == np.uint64
+    assert many.ends.tolist() == np.cumsum([len(hashes) for hashes in alone]).tolist()
+    assert many.hashes.tolist() == [h for hashes in alone for h in hashes]
+
+
+@pytest.mark.parametrize("name", ["xxh3", *ALGORITHMS])
+def test_many_sequences_have_namespaces_of_their_own(name):
+    scheme, tokens = scheme_of(name), as_tokens([1, 2, 3, 4] * 2)
+    namespaces = [Namespace(salt="a"), Namespace()]
+    hashes, _ = scheme.sequence_hashes_many(tokens, np.array([4, 8]), namespaces)
+    alone = [scheme.sequence_hashes(tokens[:4], each).tolist() for each in namespaces]
+    assert [[h] for h in hashes.tolist()] == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize("ends", [[1], [2, 1, 3], [-1, 3], [3, 4], [], [[3]], [1.0, 3.0]])
+def test_ends_that_do_not_fit_the_tokens_are_refused(name, ends):
+    with pytest.raises(HashingError, match="ends of sequences"):
+        scheme_of(name).sequence_hashes_many(as_tokens([1, 2, 3]), np.array(ends))
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_one_namespace_for_each_sequence_or_none(name):
+    with pytest.raises(HashingError, match="expected 1 namespaces, got 2"):
+        scheme_of(name).sequence_hashes_many(
+            as_tokens([1]), np.array([1]), [Namespace(), Namespace()]
+        )
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@given(tokens=token_lists, num_blocks=st.integers(1, 5))
+def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
+    scheme, tokens = scheme_of(name), as_tokens(tokens)
+    whole = scheme.sequence_hashes(tokens).tolist()
+    prefixes = scheme.digests(tokens) if name in ALGORITHMS else whole
+    num_blocks = min(num_blocks, len(whole))
+    parent = prefixes[num_blocks - 1] if num_blocks else None
+    rest = scheme.sequence_hashes(tokens[4 * num_blocks :], parent=parent)
+    assert rest.tolist() == whole[num_blocks:]
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_parents_of_another_kind_are_refused(name):
+    for parent in [7, b"8 bytes.", b""] if name in ALGORITHMS else [b"8 bytes.", b"", -1, 2**64]:
+        with pytest.raises(HashingError, match=f"{name} continues from a"):
+            scheme_of(name).sequence_hashes(as_tokens(range(4)), parent=parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("xxh3", -1), ("xxh3", 2**64), ("xxh3", b"x"), ("xxh3", ("a", 1)), ("fnv1a", 7)]
+    + [(name, key) for name in ALGORITHMS for key in (7, "a", ("a",), (1, "a"))],
+)  # fmt: skip
+def test_extra_keys_of_another_kind_are_refused(name, key):
+    with pytest.raises(HashingError):
+        scheme_of(name).sequence_hashes(as_tokens(range(4)), extra_keys=[[key]])
+
+
+@pytest.mark.parametrize("namespace", [Namespace("adapter"), Namespace(salt="salt")])
+def test_fnv1a_knows_no_namespace(namespace):
+    with pytest.raises(HashingError, match="fnv1a knows tokens only"):
+        scheme_of("fnv1a").sequence_hashes(as_tokens(range(4)), namespace)
+    with pytest.raises(HashingError, match="fnv1a knows tokens only"):
+        scheme_of("fnv1a").sequence_hashes_many(as_tokens(range(4)), np.array([4]), [namespace])
+
+
+def test_an_adapter_of_an_unknown_path_is_refused():
+    with pytest.raises(HashingError, match="name that of 'b' in lora_paths"):
+        scheme_of("sha256", lora_paths={"a": "/a"}).sequence_hashes(as_tokens([1]), Namespace("b"))
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown hash scheme 'md5'.*xxh3, fnv1a, sha256, sha"):
+        scheme_named("md5", block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [
+        ("xxh3", {"hash_seed": "0"}, "xxh3 has no hash seed"),
+        ("fnv1a", {"lora_paths": {"a": "b"}}, "fnv1a has no hash seed and no LoRA paths"),
+        ("fnv1a", {"bigrams": True}, "fnv1a has no bigrams"),
+        ("sha256", {"bigrams": True}, "sha256 has no bigrams"),
+        ("xxhash_cbor", {}, "xxhash_cbor needs hash_seed"),
+        ("sha256", {"block_size": 0}, "block_size must be in"),
+    ],
+)
+def test_settings_that_a_scheme_does_not_have_are_refused(name, how, message):
+    with pytest.raises(ConfigError, match=message):
+        scheme_named(name, **{"block_size": 4, **how})
+
+
+def test_a_hash_seed_may_be_a_number():
+    tokens = as_tokens(range(4))
+    named = [scheme_named("sha256", block_size=4, hash_seed=seed) for seed in (0, "0")]
+    assert len({scheme.sequence_hashes(tokens)[0] for scheme in named}) == 1
+    assert repr(named[0]) == "<VllmScheme sha256, block size 4>"
+
+
+def test_the_simulated_engine_hashes_as_vllms_default():
+    digests, tokens = [], list(range(12))
+    block_hashes.BlockHasher(4, block_hashes.Lora("a", "/a"), "salt").extend(digests, tokens)
+    scheme = scheme_named("sha256", block_size=4, lora_paths={"a": "/a"})
+    assert scheme.digests(as_tokens(tokens), Namespace("a", "salt")) == digests
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    # RFC 8949, appendix A
+    [
+        (0, "00"), (23, "17"), (24, "1818"), (1000, "1903e8"), (1000000, "1a000f4240"),
+        (1000000000000, "1b000000e8d4a51000"), (2**64 - 1, "1bffffffffffffffff"), (-1, "20"),
+        (-1000, "3903e7"), (None, "f6"), (b"\1\2\3\4", "4401020304"), ("", "60"), ("ü", "62c3bc"),
+        ((), "80"), ((1, (2, 3), (4, 5)), "8301820203820405"),
+    ],
+)  # fmt: skip
+def test_cbor_is_that_of_the_rfc(value, encoded):
+    assert cbor.dumps(value).hex() == encoded
+
+
+@given(token_lists, st.integers(1, 30))
+def test_token_arrays_are_cbor_of_the_blocks(tokens, block_size):
+    blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
+    expected = [cbor.dumps(tuple(block)) for block in blocks if len(block) == block_size]
+    assert cbor.token_arrays(as_tokens(tokens), block_size) == expected
+
+
+@pytest.mark.parametrize("block_size", [23, 24, 255, 256, 65535, 65536])
+def test_every_head_of_cbor(block_size):
+    edges = [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1]
+    tokens = (edges * (block_size // len(edges) + 1))[:block_size]
+    assert cbor.token_arrays(as_tokens(tokens), block_size) == [cbor.dumps(tuple(tokens))]
