@@ -14,6 +14,8 @@ class Refusal(StrEnum):
     UNKNOWN_BLOCK = "unknown_block"  # a removal of what the index does not have
     UNKNOWN_RANK = "unknown_rank"  # events of a worker that was removed or never added
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
+    PARENT_EVICTED = "parent_evicted"  # the index gave the parent up for its own bounds
+    INDEX_FULL = "index_full"  # the bounds leave no room, and nothing else can go
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said

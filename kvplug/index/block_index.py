@@ -41,13 +41,16 @@ from kvplug.events import (
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, HashesLike, as_hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
+from kvplug.index.bounds import Bounds
 from kvplug.index.changes import Changes
-from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
 from kvplug.index.event_applier import EventApplier, Flag
+from kvplug.index.evicting import Eviction
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
+from kvplug.index.room import Room
 from kvplug.index.speculative import SpeculativeBlocks
+from kvplug.index.sweeping import Clearing
 from kvplug.kernels import checking, matching
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 from kvplug.records import Records
@@ -102,6 +105,7 @@ class BlockIndex:
         *,
         speculative_ttl_s: float = 2.0,
         is_wanted: Flag | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
         """`is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early."""
         self.hasher = BlockHasher(block_size)
@@ -114,14 +118,10 @@ class BlockIndex:
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain(self._changes)
         self._clearing: tuple[Tier | None, Clearing] | None = None
-        self._applier = EventApplier(
-            block_size,
-            self.numbers,
-            self.holdings,
-            self.speculative,
-            np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted,
-            self._changes,
-        )
+        self._eviction: Eviction | None = None
+        self.room = Room(bounds, self.holdings, self._others_nbytes, self._all_named)
+        flag = np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted
+        self._applier = EventApplier(block_size, self.numbers, self.room, self.speculative, flag)
 
     def __len__(self) -> int:
         """Number of distinct blocks that any rank holds."""
@@ -140,8 +140,16 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
+        return self.holdings.nbytes + self.room.nbytes + self._others_nbytes(None, 0)
+
+    def _others_nbytes(self, growing: Domain | None, num_more: int) -> int:
         domains = sum(domain.table.nbytes for domain in self.domains)
-        return self.holdings.nbytes + self.speculative.nbytes + domains
+        if growing is not None:
+            domains += growing.table.grown_nbytes(num_more) - growing.table.nbytes
+        return self.speculative.nbytes + domains
+
+    def _all_named(self) -> list[tuple[U64, U64]]:
+        return [self._named(domain) for domain in self.domains]
 
     def add_rank(self, rank: Rank) -> int:
         """Follow a rank from now on; returns its number."""
@@ -177,7 +185,7 @@ class BlockIndex:
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
         holders = self.numbers.holders(number, tier)
-        return Clearing(self.holdings, [self._named(domain)], holders)
+        return Clearing(self.holdings, self._named(domain), holders)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank said; what is refused is counted in the result."""
@@ -215,7 +223,7 @@ class BlockIndex:
             case PackedStored():
                 parent = self._hash_of(rank, event.parent)
                 if event.parent is not None and parent is None:
-                    return applied.refuse(Refusal.UNKNOWN_PARENT, len(event.names))
+                    return applied.refuse(self._why_unknown(event.parent), len(event.names))
                 if len(event.names) != len(event.hashes):
                     return applied.refuse(Refusal.MISALIGNED, len(event.names))
                 seed = event.seed if parent is None else self.holdings.seed_of(parent)
@@ -236,11 +244,16 @@ class BlockIndex:
         if rank not in self.numbers:
             applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)
             return records.num_events
+        if self._eviction is not None:
+            self._go_on_evicting(_STEPS_PER_BLOCK * max_blocks)
+            return first
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
         at = self._applier.apply_records(
             rank, self._domain_of[rank], records, first, max_blocks, applied
         )
+        if self._applier.num_over:
+            return at + self._start_evicting(self._applier.num_over, applied)
         if at == records.num_events or not self._applier.needs_decision:
             return at
         event = records.event(at)
@@ -249,6 +262,21 @@ class BlockIndex:
             return at
         self._apply_event(rank, event, applied)
         return at + 1
+
+    def _start_evicting(self, num_blocks: int, applied: Applied) -> bool:
+        """Whether the event is done with, as there is nothing that could go for it."""
+        self._eviction = self.room.eviction(num_blocks)
+        if self._eviction.num_blocks:
+            return False
+        self._eviction = None
+        applied.refuse(Refusal.INDEX_FULL, num_blocks)
+        return True
+
+    def _go_on_evicting(self, max_steps: int) -> None:
+        assert self._eviction is not None
+        self._eviction.advance(max_steps)
+        if self._eviction.is_done:
+            self._eviction = None
 
     def _go_on_clearing(self, max_steps: int, applied: Applied) -> bool:
         """Whether the clear that a run of records has come to is done."""
@@ -336,7 +364,7 @@ class BlockIndex:
             return applied.refuse(Refusal.BLOCK_SIZE, num_blocks)
         parent = self._hash_of(rank, event.parent)
         if event.parent is not None and parent is None:
-            return applied.refuse(Refusal.UNKNOWN_PARENT, num_blocks)
+            return applied.refuse(self._why_unknown(event.parent), num_blocks)
         seed = self._namespace_seed(event, parent)
         hashes = self.hasher.sequence_hashes(
             as_tokens(event.token_ids), seed, parent=parent, extra_keys=event.extra_keys
@@ -349,6 +377,10 @@ class BlockIndex:
     def _hold(self, rank: Rank, tier: Tier, stretch: Stretch, applied: Applied) -> None:
         number, num_blocks = self.numbers.number_of(rank), len(stretch.hashes)
         holder, domain = self.numbers.holder(number, tier), self._domain_of[rank]
+        if not self.room.make(domain, holder, stretch.hashes):
+            return applied.refuse(Refusal.INDEX_FULL, num_blocks)
+        if stretch.parent and not self.holdings.table.find(_as_u64((stretch.parent,)))[0]:
+            return applied.refuse(Refusal.PARENT_EVICTED, num_blocks)
         domain.table.reserve(num_blocks)
         if self.holdings.store(holder, stretch, self._named(domain)) is not None:
             self.speculative.confirm(number, stretch.hashes)
@@ -359,6 +391,7 @@ class BlockIndex:
             self._hold(rank, tier, stretch, applied)
         else:
             applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
+        return None
 
     def _copy(self, rank: Rank, event: BlockCopied, applied: Applied) -> None:
         """The engine hash stands for a content, which is known if a rank here holds the block."""
@@ -375,6 +408,11 @@ class BlockIndex:
         num_had = self.holdings.drop_named(holder, names, self._named(domain))
         applied.num_removed += num_had
         applied.refuse(Refusal.UNKNOWN_BLOCK, len(names) - num_had)
+
+    def _why_unknown(self, parent: int) -> Refusal:
+        # A parent that the index gave up itself is no sign of a lost event.
+        is_lost = parent in self.room.lost_names
+        return Refusal.PARENT_EVICTED if is_lost else Refusal.UNKNOWN_PARENT
 
     def _hash_of(self, rank: Rank, name: int | None) -> SequenceHash | None:
         if name is None:

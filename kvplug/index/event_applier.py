@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from kvplug.events import Rank
 from kvplug.index.applied import Applied, Refusal
-from kvplug.index.changes import Changes
 from kvplug.index.domain import Domain
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import NAMELESS, Holdings
+from kvplug.index.holdings import NAMELESS
+from kvplug.index.room import Room
 from kvplug.index.speculative import SpeculativeBlocks, mark_of
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.msgpack import PADDING
@@ -40,14 +40,14 @@ class EventApplier:
         self,
         block_size: int,
         numbers: HolderNumbers,
-        holdings: Holdings,
+        room: Room,
         speculative: SpeculativeBlocks,
         is_wanted: Flag,
-        changes: Changes,
     ) -> None:
         self._block_size = block_size
-        self._numbers, self._holdings, self._speculative = numbers, holdings, speculative
-        self._is_wanted, self._changes = is_wanted, changes
+        self._numbers, self._room, self._holdings = numbers, room, room.holdings
+        self._speculative, self._is_wanted = speculative, is_wanted
+        self._changes = room.holdings.changes
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
         # What stays the same between calls, until an array grows or a rank comes or goes.
@@ -60,33 +60,39 @@ class EventApplier:
         """Whether the event at which the last call ended is one for BlockIndex."""
         return bool(self._counts[kernels.WHY] == kernels.NEEDS_DECISION)
 
+    @property
+    def num_over(self) -> int:
+        """How many blocks of the event at which the last call ended the bounds forbid."""
+        is_over = self._counts[kernels.WHY] in (kernels.NEEDS_ROOM, kernels.OVER_LIMIT)
+        return int(self._counts[kernels.NUM_WANTED]) if is_over else 0
+
     def apply_records(
         self, rank: Rank, domain: Domain, records: Records, first: int, max_blocks: int,
         applied: Applied,
     ) -> int:  # fmt: skip
         """Apply from record `first` on; returns the number of the first that was not applied."""
-        at, why = first, kernels.NEEDS_ROOM
-        while why == kernels.NEEDS_ROOM:
+        at, again = first, True
+        while again:
             mark, holder_of_tier, *arrays = self._arrays_for(rank, domain)
             at = int(kernels.apply_records(
                 at, records.num_events, max_blocks, self._block_size, mark,
                 records.records, records.parents, records.names, records.tokens,
                 holder_of_tier, *arrays,
             ))  # fmt: skip
-            why = self._count(rank, domain, applied)
+            again = self._count(rank, domain, applied)
         return at
 
     def apply_packed(self, rank: Rank, domain: Domain, payload: bytes, applied: Applied) -> bool:
         """Whether all events of a payload are applied; `num_applied` are if not."""
         data: U8 = np.frombuffer(payload + _PADDING, dtype=np.uint8)
-        number, position, why = 0, 0, kernels.NEEDS_ROOM
-        while why == kernels.NEEDS_ROOM:
+        number, position, again = 0, 0, True
+        while again:
             arrays = self._arrays_for(rank, domain)
             number = int(kernels.apply_packed(number, position, data, *arrays))
-            why = self._count(rank, domain, applied)
+            again = self._count(rank, domain, applied)
             position = int(self._counts[kernels.POSITION])
         self.num_applied = number
-        return why == kernels.DONE
+        return bool(self._counts[kernels.WHY] == kernels.DONE)
 
     def members_of(self, domain: Domain) -> U64:
         """The holders of a domain's ranks as bits; none at all if there is no other domain."""
@@ -117,21 +123,23 @@ class EventApplier:
             self._counts,
         )
 
-    def _count(self, rank: Rank, domain: Domain, applied: Applied) -> int:
-        """Add up what a call has done; returns why it ended, with room made if it needs that."""
+    def _count(self, rank: Rank, domain: Domain, applied: Applied) -> bool:
+        """Add up what a call has done; whether there was no room, and is now."""
         num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
         applied.num_stored += num_stored
         applied.num_removed += num_removed
         if num_unknown:
             applied.refuse(Refusal.UNKNOWN_BLOCK, num_unknown)
-        if why == kernels.NEEDS_ROOM:
-            self._make_room(rank, domain, num_wanted)
-        return int(why)
+        return why == kernels.NEEDS_ROOM and self._make_room(rank, domain, num_wanted)
 
-    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int) -> None:
-        number = self._numbers.number_of(rank)
+    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int) -> bool:
+        """False if the bounds forbid it."""
+        holder = int(self._numbers.holder_of_tier(self._numbers.number_of(rank)).max())
+        if self._room.is_over_bytes(domain, holder, num_blocks):
+            return False
         domain.table.reserve(num_blocks)
-        self._holdings.reserve(int(self._numbers.holder_of_tier(number).max()), num_blocks)
+        self._holdings.reserve(holder, num_blocks)
         if 3 * num_blocks > len(self._scratch):
             self._scratch = np.empty(6 * num_blocks, dtype=np.uint64)
         self._changes.count += 1
+        return True

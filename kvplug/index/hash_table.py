@@ -37,6 +37,15 @@ class HashTable:
         return int(self.slots[-2])
 
     @property
+    def limit(self) -> int:
+        """How many entries there may be, as far as kernels ask (table.has_room); 0: any number."""
+        return int(self.slots[-1])
+
+    @limit.setter
+    def limit(self, num_entries: int) -> None:
+        self.slots[-1] = num_entries
+
+    @property
     def capacity(self) -> int:
         """Number of slots."""
         return len(self.slots) // 2 - 1
@@ -73,8 +82,8 @@ class HashTable:
 
     def check(self) -> None:
         """Every entry is found where a lookup would look; raises IndexCorruptError."""
-        if self.slots[-1] or len(self) >= self.capacity:
-            raise IndexCorruptError("table: no slot is empty, or its end is overwritten")
+        if len(self) >= self.capacity:
+            raise IndexCorruptError("table: no slot is empty")
         num_found = int(kernels.count_reachable(self.slots))
         if num_found != len(self):
             raise IndexCorruptError(
@@ -91,6 +100,7 @@ class HashTable:
         if capacity == self.capacity:
             return
         slots = _empty(capacity)
+        slots[-1] = self.limit
         kernels.rehash(self.slots, slots)
         self.slots = slots
         self._changes.count += 1

@@ -53,12 +53,29 @@ class HolderSets:
 
         Each set in use, and the empty one, turns into at most one new set.
         """
-        num_new = min(num_changes, len(self) + 1)
         if holder >= 64 * self.words:
-            self._widen(max(2 * self.words, holder // 64 + 1))
-        capacity = len(self.meta) // 2
-        if len(self) + num_new + 2 > capacity:
-            self._grow(max(2 * capacity, len(self) + num_new + 2))
+            self._widen(self._words_for(holder))
+        capacity = self._capacity_for(num_changes)
+        if capacity > self.capacity:
+            self._grow(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """How many numbers there are, the empty set's included."""
+        return len(self.meta) // 2
+
+    def grown_nbytes(self, holder: int, num_changes: int) -> int:
+        """Bytes of memory that the arrays would have after `reserve`."""
+        capacity, words = self._capacity_for(num_changes), self._words_for(holder)
+        return capacity * (8 * words + 16) + 4 * int(capacity / _MAX_LOAD)
+
+    def _words_for(self, holder: int) -> int:
+        fits = holder < 64 * self.words
+        return self.words if fits else max(2 * self.words, holder // 64 + 1)
+
+    def _capacity_for(self, num_changes: int) -> int:
+        needed = len(self) + min(num_changes, len(self) + 1) + 2
+        return self.capacity if needed <= self.capacity else max(2 * self.capacity, needed)
 
     def any_of(self, holders: list[int]) -> Mask:
         """bool[sets]: which sets have any of the holders."""

@@ -87,10 +87,11 @@ class Holdings:
     """store, copy, drop and overlap; arrays only. Kernels change them, too."""
 
     def __init__(self, changes: Changes | None = None) -> None:
-        self.table = HashTable(changes)
-        self.copies = HashTable(changes)
-        self.runs = RunTable(changes)
-        self.sets = HolderSets(changes)
+        self.changes = changes or Changes()
+        self.table = HashTable(self.changes)
+        self.copies = HashTable(self.changes)
+        self.runs = RunTable(self.changes)
+        self.sets = HolderSets(self.changes)
         self._slots: U64 = np.empty(0, dtype=np.uint64)
         self._scratch: I64 = np.empty(0, dtype=np.int64)
 
@@ -115,6 +116,12 @@ class Holdings:
         """Pairs of a block and a holder that has it."""
         sets = self.runs.column(runs.SET)[self.runs.is_live].astype(np.int64)
         return int((self.runs.num_blocks[self.runs.is_live] * self.sets.num_members[sets]).sum())
+
+    def grown_nbytes(self, holder: int, num_blocks: int) -> int:
+        """Bytes of memory of all tables and arrays after `reserve`."""
+        tables = self.table.grown_nbytes(num_blocks) + self.copies.grown_nbytes(num_blocks)
+        arrays = self.runs.grown_nbytes(num_blocks) + self.sets.grown_nbytes(holder, num_blocks)
+        return tables + arrays + int(self._slots.nbytes)
 
     def reserve(self, holder: int, num_blocks: int) -> None:
         """Make room for an event of the holder."""

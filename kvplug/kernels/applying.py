@@ -29,7 +29,7 @@ from kvplug.kernels.residency import (
     leave_holder,
     touch_slots,
 )
-from kvplug.kernels.table import delete, num_entries, value_of
+from kvplug.kernels.table import delete, num_entries, num_over_limit, value_of
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 # Why a call ended.
-DONE, NEEDS_ROOM, NEEDS_DECISION = 0, 1, 2
+DONE, NEEDS_ROOM, NEEDS_DECISION, OVER_LIMIT = 0, 1, 2, 3
 # out_counts
 NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
 WHY, NUM_WANTED, POSITION = 3, 4, 5
@@ -79,12 +79,24 @@ def _parent_hash(index: _Index, name: np.uint64) -> np.uint64:
 
 
 @inlined
+def _stop(why: Index, num_blocks: Index, out_counts: I64) -> bool:
+    """False."""
+    out_counts[WHY], out_counts[NUM_WANTED] = why, num_blocks
+    return False
+
+
+@inlined
 def _hold(
     index: _Index, holder: Index, event_names: U64, hashes: U64, at: U64,
-    parent: np.uint64, seed: np.uint64,
+    parent: np.uint64, seed: np.uint64, out_counts: I64,
 ) -> bool:  # fmt: skip
-    """The holder stores blocks behind the one with hash `parent`; False if that is a conflict."""
+    """The holder stores blocks behind the one with hash `parent`; False, and nothing done, if there
+    is a reason in out_counts.
+    """
     blocks, place = index.blocks, _0
+    num_over = num_over_limit(blocks.table, hashes)
+    if num_over > 0:
+        return _stop(OVER_LIMIT, num_over, out_counts)
     if parent != _0:
         place = value_of(blocks.table, parent)
         seed = runs.get(blocks.runs, runs.run_of(place), runs.SEED)
@@ -92,11 +104,12 @@ def _hold(
     touch_slots(blocks.table, hashes)
     touch_slots(index.names.slots, event_names)
     if not claim(blocks, index.names, event_names, hashes, depth, at):
-        return False
+        return _stop(NEEDS_DECISION, len(hashes), out_counts)
     hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
     if num_entries(index.expected) != _0:
         for i in range(len(hashes)):
             delete(index.expected, hashes[i] ^ index.mark)
+    out_counts[NUM_STORED] += len(hashes)
     return True
 
 
@@ -124,11 +137,6 @@ def _fits(index: _Index, holder: Index, num_blocks: Index, scratch: _Scratch) ->
 
 
 @inlined
-def _stop(why: Index, num_blocks: Index, out_counts: I64) -> None:
-    out_counts[WHY], out_counts[NUM_WANTED] = why, num_blocks
-
-
-@inlined
 def _count_removed(num_blocks: Index, num_removed: Index, out_counts: I64) -> None:
     out_counts[NUM_REMOVED] += num_removed
     out_counts[NUM_UNKNOWN] += num_blocks - num_removed
@@ -137,19 +145,19 @@ def _count_removed(num_blocks: Index, num_removed: Index, out_counts: I64) -> No
 @inlined
 def _store_record(
     index: _Index, record: I64, parent_name: np.uint64, event_names: U64, tokens: U32,
-    holder: Index, scratch: _Scratch,
+    holder: Index, scratch: _Scratch, out_counts: I64,
 ) -> bool:  # fmt: skip
-    """False, and nothing done, if the event needs a decision."""
+    """As _hold, for a record."""
     n, parent, seed = len(event_names), _0, _BASE_SEED
     if record[wire.HAS_PARENT] != 0:
         parent = _parent_hash(index, parent_name)
         if parent == _0:
-            return False
+            return _stop(NEEDS_DECISION, n, out_counts)
         run = runs.run_of(value_of(index.blocks.table, parent))
         seed = runs.get(index.blocks.runs, run, runs.SEED)
     hashes = scratch.hashes[:n]
     fill_sequence_hashes(tokens, record[wire.BLOCK_SIZE], seed, parent, _BASE_SEED, hashes)
-    return _hold(index, holder, event_names, hashes, scratch.at[:n], parent, seed)
+    return _hold(index, holder, event_names, hashes, scratch.at[:n], parent, seed, out_counts)
 
 
 @kernel(
@@ -199,10 +207,10 @@ def apply_records(
         else:
             token = record[wire.FIRST_TOKEN]
             its_tokens = tokens[token : token + record[wire.NUM_TOKENS]]
-            if not _store_record(index, record, parents[event], mine, its_tokens, holder, scratch):
-                _stop(NEEDS_DECISION, n, out_counts)
+            if not _store_record(
+                index, record, parents[event], mine, its_tokens, holder, scratch, out_counts
+            ):
                 return event
-            out_counts[NUM_STORED] += n
         num_blocks += n
     return last
 
@@ -287,7 +295,7 @@ def _copy_words(data: Bytes, at: Index, out: U64) -> None:
 def _apply_packed(
     event: _Packed, data: Bytes, index: _Index, holder: Index, scratch: _Scratch, out_counts: I64
 ) -> bool:
-    """False, and nothing done, if the event needs a decision."""
+    """As _hold, for a packed event."""
     n = event.num_blocks
     event_names, hashes = scratch.names[:n], scratch.hashes[:n]
     _copy_words(data, event.names, event_names)
@@ -296,12 +304,10 @@ def _apply_packed(
         return True
     parent = _parent_hash(index, event.parent) if event.has_parent else _0
     if event.has_parent and parent == _0:
-        return False
+        return _stop(NEEDS_DECISION, n, out_counts)
     _copy_words(data, event.hashes, hashes)
-    if not _hold(index, holder, event_names, hashes, scratch.at[:n], parent, event.seed):
-        return False
-    out_counts[NUM_STORED] += n
-    return True
+    at = scratch.at[:n]
+    return _hold(index, holder, event_names, hashes, at, parent, event.seed, out_counts)
 
 
 @kernel(
@@ -341,7 +347,6 @@ def apply_packed(
             _stop(NEEDS_ROOM, event.num_blocks, out_counts)
             return number
         if not _apply_packed(event, data, index, holder, scratch, out_counts):
-            _stop(NEEDS_DECISION, event.num_blocks, out_counts)
             return number
         at = event.end
     return num_items - 1

@@ -1,7 +1,7 @@
 """An open-addressing table, u64 -> u64, in one flat array.
 
 In:  `slots`, uint64[2 * capacity + 2]: key and value of slot i at 2i and 2i + 1, in one cache line;
-     behind them the number of entries, and a spare word.
+     behind them the number of entries, and how many there may be at most (0: no limit).
 Out: values for keys; 0 means absent, so 0 is never stored as a value (the caller's promise).
 
 Linear probing from `home_of(key)`; removal shifts later entries back instead of leaving tombstones,
@@ -126,6 +126,19 @@ def has_room(slots: U64, num_more: Index) -> bool:
     """Whether as many entries can come (the load of kvplug/index/hash_table.py)."""
     needed = np.int64(num_entries(slots)) + num_more + 1
     return bool(5 * needed <= 4 * np.int64(capacity_of(slots)))
+
+
+@inlined
+def num_over_limit(slots: U64, keys: U64) -> np.int64:
+    """How many of the keys are new, if the table may not take so many; else 0."""
+    limit = np.int64(slots[np.uint64(len(slots)) - _ONE])
+    left = limit - np.int64(num_entries(slots))
+    if limit == 0 or len(keys) <= left:
+        return np.int64(0)
+    num_new = np.int64(0)
+    for i in range(len(keys)):
+        num_new += value_of(slots, keys[i]) == _ABSENT
+    return num_new if num_new > left else np.int64(0)
 
 
 @kernel(void(reads(u8), reads(u8), writes(u8)))

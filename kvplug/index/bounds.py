@@ -1,0 +1,75 @@
+"""Bounds: how much an index may hold, and what it had to give up for that.
+
+In:  limits; names of blocks that were given up.   Out: whether a name is among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import ConfigError
+from kvplug.kernels import evicting as kernels
+
+U64 = npt.NDArray[np.uint64]
+
+_MIN_WORDS = 64
+_WORDS_PER_NAME = 0.25  # 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """max_blocks: distinct blocks; max_bytes: memory of all tables. None is no bound."""
+
+    max_blocks: int | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_blocks", 1), ("max_bytes", 2**16)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} of an index must be at least {least}, got {value}")
+
+
+@dataclass(slots=True)
+class Lost:
+    """num_blocks, num_memberships: evicted so far, blocks and pairs of a block and a holder."""
+
+    num_blocks: int = 0
+    num_memberships: int = 0
+
+
+class LostNames:
+    """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
+
+    A store behind such a block is no sign of a lost event (kvplug/index/block_index.py).
+    """
+
+    def __init__(self) -> None:
+        self.words: U64 = np.zeros(0, dtype=np.uint64)
+        self._before: U64 = self.words
+        self._num_left = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of both filters."""
+        return int(self.words.nbytes + self._before.nbytes)
+
+    def reserve(self, num_names: int, capacity: int) -> U64:
+        """A filter that takes as many more names."""
+        if self._num_left < num_names:
+            self._before = self.words
+            num_words = max(_MIN_WORDS, int(_WORDS_PER_NAME * max(capacity, num_names)))
+            self.words = np.zeros(num_words, dtype=np.uint64)
+            self._num_left = max(capacity, num_names)
+        self._num_left -= num_names
+        return self.words
+
+    def __contains__(self, name: int) -> bool:
+        asked = np.uint64(name)
+        return any(
+            len(words) and kernels.is_remembered(words, asked)
+            for words in (self.words, self._before)
+        )

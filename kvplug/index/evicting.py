@@ -1,0 +1,124 @@
+"""Which blocks leave an index that is full: tails of runs that were not used for the longest time.
+
+In:  holdings, how many blocks have to go.   Out: an Eviction, to be advanced like a clear.
+
+A run gives up blocks from its end, down to the deepest one that another run follows; a chain is
+given up from its tail and its head stays longest. Runs whose parent nobody knows, left over from
+removals in the middle of a chain, go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.index.bounds import Lost, LostNames
+from kvplug.index.hash_table import HashTable
+from kvplug.index.holdings import Holdings
+from kvplug.index.sweeping import Named, Sweep
+from kvplug.kernels import evicting as kernels
+from kvplug.kernels import runs, sweeping
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+_LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+_OLDEST = 2**32
+
+
+class _Cut(NamedTuple):
+    """int64[n] each: runs, the depth at which each ends now, how many blocks it gives up."""
+
+    runs: I64
+    ends: I64
+    num_blocks: I64
+
+
+class Eviction(Sweep):
+    """`num_blocks` blocks leave by the time it is done; 0 if nothing can."""
+
+    def __init__(
+        self, holdings: Holdings, domains: Sequence[Named], num_wanted: int, lost: Lost,
+        names: LostNames,
+    ) -> None:  # fmt: skip
+        super().__init__(holdings)
+        self._domains, self._gone = domains, HashTable()
+        cut = _choose(holdings, num_wanted)
+        self.num_blocks = int(cut.num_blocks.sum())
+        self.is_done = not self.num_blocks
+        if self.num_blocks:
+            self._gone.reserve(self.num_blocks)
+            self._remembered = names.reserve(self.num_blocks, len(holdings))
+            self._cut(cut, lost)
+
+    def _cut(self, cut: _Cut, lost: Lost) -> None:
+        held = self.holdings
+        sets = held.runs.column(runs.SET)[cut.runs].astype(np.int64)
+        lost.num_blocks += self.num_blocks
+        lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
+        kernels.cut_runs(cut.runs, cut.ends, held.runs.words, *held.sets.arrays)
+
+    def _run(self) -> Iterator[bool]:
+        held, gone = self.holdings, self._gone.slots
+        words, table = held.runs.words, held.table.slots
+        yield from self._pass(
+            held.table.capacity,
+            lambda first, last: kernels.evict_blocks(first, last, words, table, gone),
+        )
+        sweeping.free_dead_runs(words)
+        for names, _ in self._domains:
+            yield from self._evict_names(names)
+        yield from self._sweep_copies()
+        yield True
+
+    def _evict_names(self, names: U64) -> Iterator[bool]:
+        gone, remembered = self._gone.slots, self._remembered
+        yield from self._pass(
+            len(names) // 2 - 1,
+            lambda first, last: kernels.evict_names(first, last, gone, names, remembered),
+        )
+
+
+def _choose(held: Holdings, num_wanted: int) -> _Cut:
+    """Whole tails of the runs that were not used for the longest time, and a part of one more."""
+    starts, ends = _depths(held, runs.START), _depths(held, runs.END)
+    num_blocks, age = held.runs.num_blocks, held.runs.age
+    deepest, is_orphan = _children(held, starts, ends)
+    age[is_orphan] = _OLDEST
+    is_whole = num_blocks == ends + 1 - starts
+    # What is missing between start and end is not known: such a run goes at once or not at all.
+    in_pieces = np.where(deepest < starts, num_blocks, 0)
+    can_go = np.where(held.runs.is_live, np.where(is_whole, ends - deepest, in_pieces), 0)
+    able = np.flatnonzero(can_go > 0)
+    order = able[np.argsort(-age[able], kind="stable")]
+    total = np.cumsum(can_go[order])
+    chosen = order[: int(np.searchsorted(total, num_wanted)) + 1]
+    num_cut = can_go[chosen]
+    if len(chosen) and is_whole[chosen[-1]]:
+        num_cut[-1] -= max(0, int(num_cut.sum()) - num_wanted)
+    new_ends = np.where(is_whole[chosen], ends[chosen] - num_cut, starts[chosen] - 1)
+    return _Cut(chosen, new_ends, num_cut)
+
+
+def _depths(held: Holdings, word: np.uint64) -> I64:
+    return held.runs.column(word).astype(np.int64)
+
+
+def _children(held: Holdings, starts: I64, ends: I64) -> tuple[I64, Mask]:
+    """The deepest block of each run that another run follows (before its start: none), and which
+    runs follow nobody knows what.
+    """
+    live, links = held.runs.is_live, held.runs.column(runs.LINKS)
+    deepest = starts - 1
+    places = held.table.find(np.ascontiguousarray(held.runs.column(runs.PARENT)))
+    is_known = live & (places != 0) & (held.runs.column(runs.PARENT) != 0)
+    parents, depths = places & _LOW, (places >> _SHIFT).astype(np.int64)
+    np.maximum.at(deepest, parents[is_known], depths[is_known])
+    above = links & _LOW
+    is_linked = live & (above != 0)
+    np.maximum.at(deepest, above[is_linked], ends[above[is_linked]])
+    return deepest, live & (starts > 0) & ~is_known & ~is_linked

@@ -1,0 +1,132 @@
+"""Many blocks out of the index in stretches, so that queries can come in between.
+
+In:  holders to be forgotten, or runs to be cut short (kvplug/index/evicting.py).
+Out: holdings and names without their blocks.
+
+    clear     the holders leave the sets of all runs         a step per run
+    sweep     blocks that no run claims leave the table      a step per slot, if there are any
+              names of blocks that nobody of the domain has  a step per slot
+              counts of copies that nobody has               a step per slot, if there are any
+
+Between two stretches queries find what is left, and nothing else may change the index.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.index.holdings import Holdings
+from kvplug.kernels import sweeping as kernels
+
+I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Named = tuple[U64, U64]
+"""Slots and members of a domain (kvplug/index/holdings.py)."""
+
+_EVERYTHING = 2**62
+
+
+class Sweep(ABC):
+    """advance until `is_done`."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.is_done = False
+        self._steps, self._budget = self._run(), 0
+
+    def advance(self, max_steps: int) -> None:
+        """Look at so many more runs or slots."""
+        self._budget = max_steps
+        self.is_done = self.is_done or next(self._steps, True)
+
+    def finish(self) -> None:
+        """All the rest at once."""
+        self.advance(_EVERYTHING)
+
+    @abstractmethod
+    def _run(self) -> Iterator[bool]:
+        """Yields False where it pauses."""
+
+    def _pass(
+        self, num_steps: int, step: Callable[[int, int], object], at: int = 0
+    ) -> Iterator[bool]:
+        """Calls step(first, last) for stretches of the budget."""
+        while at < num_steps:
+            last = min(at + self._budget, num_steps)
+            step(at, last)
+            self._budget -= last - at
+            at = last
+            if self._budget <= 0:
+                yield False
+
+    def _sweep_copies(self) -> Iterator[bool]:
+        held = self.holdings
+        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
+        copies = held.copies.slots
+        if len(held.copies):
+            yield from self._pass(
+                held.copies.capacity,
+                lambda first, last: kernels.sweep_copies(first, last, *arrays, copies),
+            )
+
+
+class Clearing(Sweep):
+    """The holders have nothing any more; `num_dropped` copies are gone by then.
+
+    `domain` is the one of their ranks.
+    """
+
+    def __init__(self, holdings: Holdings, domain: Named, holders: Sequence[int]) -> None:
+        super().__init__(holdings)
+        self._names, self._members = domain
+        self._holders: I64 = np.array(holders, dtype=np.int64)
+        self._counts: I64 = np.zeros(2, dtype=np.int64)
+        self.is_done = not holders
+
+    @property
+    def num_dropped(self) -> int:
+        """Copies that are gone, those of one block in one tier counted once."""
+        return int(self._counts[kernels.NUM_COPIES])
+
+    def _run(self) -> Iterator[bool]:
+        held = self.holdings
+        yield from self._cut_holders()
+        if self._counts[kernels.NUM_BLOCKS]:
+            runs, table = held.runs.words, held.table.slots
+            yield from self._pass(
+                held.table.capacity,
+                lambda first, last: kernels.sweep_blocks(first, last, runs, table),
+            )
+            kernels.free_dead_runs(runs)
+        if self._counts[kernels.NUM_BLOCKS] or (self.num_dropped and len(self._members)):
+            yield from self._sweep_names()
+        if self.num_dropped:
+            yield from self._sweep_copies()
+        yield True
+
+    def _cut_holders(self) -> Iterator[bool]:
+        held, at = self.holdings, 1
+        while at < held.runs.capacity:
+            held.sets.reserve(0, 1)
+            last = min(at + self._budget, held.runs.capacity)
+            end = kernels.cut_holders(
+                at, last, self._holders, held.runs.words, *held.sets.arrays, self._counts
+            )
+            self._budget -= int(end) - at
+            at = int(end)
+            if self._budget <= 0:
+                yield False
+
+    def _sweep_names(self) -> Iterator[bool]:
+        held = self.holdings
+        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
+        yield from self._pass(
+            len(self._names) // 2 - 1,
+            lambda first, last: kernels.sweep_names(
+                first, last, *arrays, self._members, self._names
+            ),
+        )

@@ -1,0 +1,121 @@
+"""Tails out of a full index, and a memory of what they were called.
+
+In:  runs and where they end from now on; then the tables, a stretch at a time.
+Out: the tables without the blocks behind those ends; a filter with their engine hashes.
+
+The filter has two bits for each name among `uint64[words]`, found by two halves of a mixed hash
+(Bloom 1970): it never forgets a name before it is emptied, and takes a strange one for known in
+one of some dozens of cases when it is full. Twin: tests/index/test_evicting.py.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import holders, runs
+from kvplug.kernels._jit import b1, i8, inlined, kernel, reads, u4, u8, void, writes
+from kvplug.kernels.table import (
+    capacity_of,
+    erase_slot,
+    fill_slot,
+    find_slot,
+    has_room,
+    value_of,
+)
+
+I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+Index = int | np.int64
+
+_0, _1, _2, _6, _32, _63 = (np.uint64(n) for n in (0, 1, 2, 6, 32, 63))
+_LOW = np.uint64(0xFFFFFFFF)
+# 64-bit finaliser of MurmurHash3 (Appleby 2011).
+_MIX_1, _MIX_2, _33 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53), np.uint64(33)
+
+
+@inlined
+def _mixed(name: np.uint64) -> np.uint64:
+    name = (name ^ (name >> _33)) * _MIX_1
+    name = (name ^ (name >> _33)) * _MIX_2
+    return name ^ (name >> _33)
+
+
+@inlined
+def _bit(half: np.uint64, words: U64) -> np.uint64:
+    """A bit of the filter, by 32 bits of a hash."""
+    return (half * (np.uint64(len(words)) << _6)) >> _32
+
+
+@inlined
+def _remember(words: U64, name: np.uint64) -> None:
+    mixed = _mixed(name)
+    for half in (mixed & _LOW, mixed >> _32):
+        bit = _bit(half, words)
+        words[bit >> _6] |= _1 << (bit & _63)
+
+
+@kernel(b1(reads(u8), u8))
+def is_remembered(words: U64, name: np.uint64) -> bool:
+    """Whether the name is in the filter."""
+    mixed, found = _mixed(name), True
+    for half in (mixed & _LOW, mixed >> _32):
+        bit = _bit(half, words)
+        found = found and (words[bit >> _6] >> (bit & _63)) & _1 != _0
+    return found
+
+
+@kernel(void(reads(i8), reads(i8), writes(u8), writes(u8), writes(u8), writes(u4), writes(i8)))
+def cut_runs(
+    chosen: I64, ends: I64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64
+) -> None:
+    """Run chosen[i] ends with depth ends[i]; one that has nothing left belongs to nobody."""
+    for i in range(len(chosen)):
+        run = np.uint64(chosen[i])
+        if ends[i] < np.int64(runs.get(run_words, run, runs.START)):
+            set_id = np.int64(runs.get(run_words, run, runs.SET))
+            runs.put(run_words, run, runs.SET, _0)
+            holders.release(bits, meta, intern, header, set_id)
+        else:
+            runs.put(run_words, run, runs.END, np.uint64(ends[i]))
+            runs.put(run_words, run, runs.TAIL, _0)
+
+
+@kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)
+def evict_blocks(first: Index, last: Index, run_words: U64, table: U64, gone: U64) -> Index:
+    """Erase the blocks in slots first..last that their runs do not reach; returns how many.
+
+    Their hashes go to the table `gone`, which has room for all.
+    """
+    at, num_erased, capacity = np.uint64(first), 0, capacity_of(table)
+    while at < np.uint64(last):
+        hash_, place = table[_2 * at], table[_2 * at + _1]
+        run = runs.run_of(place)
+        is_kept = place == _0 or (
+            runs.get(run_words, run, runs.SET) != _0
+            and runs.depth_of(place) <= runs.get(run_words, run, runs.END)
+        )
+        if is_kept:
+            at += _1
+            continue
+        erase_slot(table, at, capacity)
+        num_erased += 1
+        if has_room(gone, 1):
+            slot = find_slot(gone, hash_, capacity_of(gone))
+            if gone[_2 * slot + _1] == _0:
+                fill_slot(gone, slot, hash_, _1)
+    return num_erased
+
+
+@kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)
+def evict_names(first: Index, last: Index, gone: U64, names: U64, remembered: U64) -> Index:
+    """Erase the names in slots first..last of blocks that are gone, and remember them; how many."""
+    at, num_erased, capacity = np.uint64(first), 0, capacity_of(names)
+    while at < np.uint64(last):
+        name, hash_ = names[_2 * at], names[_2 * at + _1]
+        if hash_ != _0 and value_of(gone, hash_) != _0:
+            erase_slot(names, at, capacity)
+            _remember(remembered, name)
+            num_erased += 1
+        else:
+            at += _1
+    return num_erased

@@ -1,0 +1,176 @@
+"""An index within bounds: tails go first, what is lost is counted, and nothing else is."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplug import codec, packed
+from kvplug.errors import ConfigError
+from kvplug.events import BlockRemoved, BlockStored, EventBatch, Rank, Tier
+from kvplug.hashing import as_tokens
+from kvplug.index.applied import Applied, Refusal
+from kvplug.index.block_index import BlockIndex
+from kvplug.index.bounds import Bounds, LostNames
+from kvplug.records import read_payloads
+
+RANKS = [Rank("a"), Rank("b"), Rank("c", 1)]
+MAX_BLOCKS = 40
+
+
+def bounded(**bounds):
+    index = BlockIndex(1, bounds=Bounds(**bounds))
+    for rank in RANKS:
+        index.add_rank(rank)
+    return index
+
+
+def name_of(content):
+    """An engine hash that identifies the tokens of a prefix."""
+    return hash(("engine", content)) % 2**64
+
+
+def stored(content, num_new):
+    """The last `num_new` blocks of a prefix of one-token blocks."""
+    first = len(content) - num_new
+    return BlockStored(
+        block_hashes=tuple(name_of(content[: i + 1]) for i in range(first, len(content))),
+        token_ids=content[first:],
+        block_size=1,
+        parent=name_of(content[:first]) if first else None,
+    )
+
+
+def apply(index, rank, event, way):
+    batch = EventBatch(events=(event,))
+    if way == "typed":
+        return index.apply(rank, batch)
+    if way == "packed":
+        return index.apply_packed(rank, packed.encode([as_packed(index, event)]))
+    records, applied, at = read_payloads([codec.encode(batch)]), Applied(), 0
+    while at < records.num_events:
+        at = index.apply_records(rank, records, at, 1, applied)
+    return applied
+
+
+def as_packed(index, event):
+    parent = index._hash_of(RANKS[0], event.parent)
+    tokens = as_tokens(event.token_ids)
+    hashes = index.hasher.sequence_hashes(tokens, parent=parent)
+    return packed.PackedStored(event.block_hashes, hashes, event.parent)
+
+
+contents = st.lists(st.integers(1, 3), min_size=1, max_size=30).map(tuple)
+ways = st.sampled_from(["typed", "packed", "recorded"])
+steps = st.lists(st.tuples(st.integers(0, 2), contents, ways), max_size=25)
+
+
+def depth(index, rank, content):
+    hashes = index.hasher.sequence_hashes(as_tokens(content))
+    return int(index.overlap(hashes).depth[index.numbers.number_of(rank)])
+
+
+@given(steps)
+def test_whatever_comes_the_bound_holds_and_heads_stay_longest(operations):
+    index, twin, num_refused = bounded(max_blocks=MAX_BLOCKS), {rank: set() for rank in RANKS}, 0
+    for number, content, way in operations:
+        rank = RANKS[number]
+        known = max((n for n in range(len(content)) if content[:n] in twin[rank]), default=0)
+        known = min(known, depth(index, rank, content))
+        applied = apply(index, rank, stored(content, len(content) - known), way)
+        index.check()
+        assert len(index) <= MAX_BLOCKS
+        num_refused += sum(applied.refused.values())
+        if applied.num_stored:
+            twin[rank].update(content[: i + 1] for i in range(len(content)))
+        for each in RANKS:
+            held = {c for c in twin[each] if depth(index, each, c) == len(c)}
+            # Nobody is said to hold more than it stored; what is left of a chain is its head.
+            assert len(index.engine_hashes_of(each)) == len(held)
+            twin[each] = held
+    assert num_refused == 0 or index.room.lost.num_blocks > 0
+
+
+def test_the_oldest_tails_go_and_are_counted():
+    index = bounded(max_blocks=64)
+    old, new = (1,) * 30, (2,) * 30
+    for content in (old, new):
+        apply(index, RANKS[0], stored(content, 30), "typed")
+    apply(index, RANKS[1], stored(old, 30), "typed")
+    assert depth(index, RANKS[0], new) == 30
+    apply(index, RANKS[0], stored((3,) * 10, 10), "typed")
+    assert depth(index, RANKS[0], old) == depth(index, RANKS[1], old) == 20
+    assert depth(index, RANKS[0], new) == 30
+    assert (index.room.lost.num_blocks, index.room.lost.num_memberships) == (10, 20)
+
+
+def test_a_chain_that_was_asked_for_stays():
+    index = bounded(max_blocks=64)
+    asked, forgotten = (1,) * 30, (2,) * 30
+    for content in (asked, forgotten):
+        apply(index, RANKS[0], stored(content, 30), "typed")
+    assert depth(index, RANKS[0], asked) == 30
+    apply(index, RANKS[0], stored((3,) * 10, 10), "typed")
+    assert (depth(index, RANKS[0], asked), depth(index, RANKS[0], forgotten)) == (30, 20)
+
+
+@pytest.mark.parametrize("way", ["typed", "packed", "recorded"])
+def test_a_store_behind_an_evicted_block_is_no_lost_event(way):
+    index = bounded(max_blocks=64)
+    for token in (1, 2, 3):
+        apply(index, RANKS[0], stored((token,) * 30, 30), "typed")
+    event = stored((1,) * 31, 1)
+    if way == "packed":
+        payload = packed.encode([packed.PackedStored(event.block_hashes, [7], event.parent)])
+        applied = index.apply_packed(RANKS[0], payload)
+    else:
+        applied = apply(index, RANKS[0], event, way)
+    assert applied.refused == {Refusal.PARENT_EVICTED.value: 1}
+    assert applied.num_orphans == 0
+    removed = EventBatch(events=(BlockRemoved(block_hashes=(event.parent,), tier=Tier.DEVICE),))
+    assert index.apply(RANKS[0], removed).refused == {Refusal.UNKNOWN_BLOCK.value: 1}
+
+
+@pytest.mark.parametrize("way", ["typed", "packed", "recorded"])
+def test_an_event_larger_than_the_bound_is_refused_by_name(way):
+    index = bounded(max_blocks=20)
+    applied = apply(index, RANKS[0], stored((1,) * 21, 21), way)
+    assert applied.refused == {Refusal.INDEX_FULL.value: 21}
+    index.check()
+    assert len(index) == 0
+
+
+def test_memory_stays_below_its_bound():
+    max_bytes = 3_000_000  # speculative blocks have 2 MB of it
+    index = bounded(max_bytes=max_bytes)
+    largest = 0
+    for chain in range(300):
+        tokens = tuple(range(chain * 1000, chain * 1000 + 100))
+        assert apply(index, RANKS[chain % 3], stored(tokens, 100), "recorded").num_stored == 100
+        largest = max(largest, index.nbytes)
+    assert 0.8 * max_bytes < largest <= max_bytes
+    assert index.room.lost.num_blocks > 0
+    index.check()
+
+
+def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
+    names, lost = LostNames(), np.arange(1, 5001, dtype=np.uint64)
+    from kvplug.kernels import evicting, table
+
+    for first in range(0, 5000, 500):
+        some = lost[first : first + 500]
+        slots = np.zeros(2 * 1000 + 2, dtype=np.uint64)
+        gone = np.zeros(2 * 1000 + 2, dtype=np.uint64)
+        table.put_many(slots, some, some)
+        table.put_many(gone, some, np.ones(500, dtype=np.uint64))
+        assert evicting.evict_names(0, 1000, gone, slots, names.reserve(500, 2000)) == 500
+        assert int(slots[-2]) == 0
+    assert all(name in names for name in range(3001, 5001))
+    num_mistaken = sum(name in names for name in range(10_000, 20_000))
+    assert num_mistaken < 500
+
+
+@pytest.mark.parametrize("bounds", [{"max_blocks": 0}, {"max_bytes": 1000}])
+def test_senseless_bounds_are_refused(bounds):
+    with pytest.raises(ConfigError):
+        Bounds(**bounds)
