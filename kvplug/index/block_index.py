@@ -41,10 +41,10 @@ from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
+from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings, Segments
 from kvplug.index.record_applier import Flag, RecordApplier
-from kvplug.index.speculative import SpeculativeBlocks
 from kvplug.kernels import costing
 from kvplug.records import Records
 
@@ -88,7 +88,7 @@ class BlockIndex:
         self.hasher = BlockHasher(block_size)
         self.numbers = HolderNumbers()
         self.holdings = Holdings()
-        self.speculative = SpeculativeBlocks(speculative_ttl_s)
+        self.speculative = ExpiringBlocks(speculative_ttl_s)
         self._worth: F64 = np.ones(0)
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain()

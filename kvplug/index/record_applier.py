@@ -15,9 +15,9 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.domain import Domain
+from kvplug.index.expiring import ExpiringBlocks, mark_of
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings
-from kvplug.index.speculative import SpeculativeBlocks, mark_of
 from kvplug.kernels import applying as kernels
 from kvplug.records import Records
 
@@ -37,7 +37,7 @@ class RecordApplier:
         block_size: int,
         numbers: HolderNumbers,
         holdings: Holdings,
-        speculative: SpeculativeBlocks,
+        speculative: ExpiringBlocks,
         is_wanted: Flag,
     ) -> None:
         self._block_size = block_size
