@@ -11,7 +11,7 @@ One class for two uses, with the time to live of each:
                  there, and is renewed with each request that has it.
 
 Entries expire in the order in which they were inserted or renewed. An overdue one never counts;
-its memory comes back a few thousand entries at a time, with later insertions.
+its memory comes back bit by bit, with later insertions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvplug.errors import IndexCorruptError
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
+from kvplug.kernels.expiring import Ring
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -45,12 +46,14 @@ class ExpiringBlocks:
     """insert, confirm, forget, expire; extend moves prefixes on over what is there.
 
     `table` has key -> node + 1; whoever deletes a key from it has ended that entry. `capacity`
-    bounds the entries, ended ones included until their time is up; the oldest make room. No call
-    drops more than `max_expired` overdue ones.
+    bounds the entries, ended ones included until their time is up; the oldest make room.
     """
 
-    def __init__(self, ttl_s: float, capacity: int = _CAPACITY, *, max_expired: int = 4096) -> None:
-        self.ttl_s, self.capacity, self._max_expired = ttl_s, capacity, max_expired
+    def __init__(
+        self, ttl_s: float, capacity: int = _CAPACITY, *, max_more_expired: int = 64
+    ) -> None:
+        """An insertion expires at most as many entries as it brings, and `max_more_expired`."""
+        self.ttl_s, self.capacity, self._max_more_expired = ttl_s, capacity, max_more_expired
         self.table = HashTable()
         self._num_growths = 0
         self._deadline_s = -np.inf
@@ -77,8 +80,12 @@ class ExpiringBlocks:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the ring and the table."""
-        ring = (self._keys, self._deadlines, self._links, self._state)
-        return self.table.nbytes + sum(array.nbytes for array in ring)
+        return self.table.nbytes + sum(array.nbytes for array in self.ring)
+
+    @property
+    def ring(self) -> Ring:
+        """The arrays of the nodes."""
+        return Ring(self._keys, self._deadlines, self._links, self._state)
 
     @property
     def query_arrays(self) -> tuple[U64, F64, I64]:
@@ -96,10 +103,8 @@ class ExpiringBlocks:
         self._state[kernels.NUM_LOST] += len(sequence_hashes) - len(hashes)
         self._reserve(rank_number, len(hashes))
         self._deadline_s = max(self._deadline_s, now_s + self.ttl_s)
-        kernels.insert(
-            rank_number, now_s, self._deadline_s, self._max_expired, hashes, *self.table.arrays,
-            self._keys, self._deadlines, self._links, self._state,
-        )  # fmt: skip
+        times = (now_s, self._deadline_s, len(hashes) + self._max_more_expired)
+        kernels.insert(rank_number, *times, hashes, *self.table.arrays, *self.ring)
 
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
@@ -112,10 +117,9 @@ class ExpiringBlocks:
             arrays = (*self.table.arrays, self._keys, self._links, self._state)
             kernels.forget(rank_number, *arrays)
 
-    def expire(self, now_s: float) -> None:
-        """Give back memory of overdue entries, of `max_expired` at most."""
-        ring = (self._keys, self._deadlines, self._links, self._state)
-        kernels.expire(now_s, self._max_expired, *self.table.arrays, *ring)
+    def expire(self, now_s: float, max_entries: int = 4096) -> None:
+        """Give back the memory of overdue entries, of the oldest ones if there are more."""
+        kernels.expire(now_s, max_entries, *self.table.arrays, *self.ring)
 
     def extend(self, sequence_hashes: U64, depths: I64, now_s: float) -> I64:
         """int64[ranks]: each depth moved on over the entries that follow it."""

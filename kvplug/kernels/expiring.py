@@ -44,6 +44,7 @@ NOBODY = -1
 # state
 FIRST, NEXT, NUM_USED, NUM_LOST, NUM_OF_RANK = 0, 1, 2, 3, 4
 
+_NUM_TOUCHED = 32  # a core has fewer loads under way at a time
 # splitmix64 (Steele, Lea, Flood 2014)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -113,11 +114,25 @@ def _release_first(table: Table, ring: Ring) -> bool:
 
 
 @inlined
+def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> Index:
+    """Have the entries of the oldest nodes on their way from memory; returns how many are due."""
+    node, capacity = np.int64(ring.state[FIRST]), capacity_of(slots)
+    num_due = 0
+    while num_due < max_entries and ring.deadlines[node] <= now_s:
+        prefetch(slots, _2 * home_of(ring.keys[node], capacity))
+        node = np.int64(ring.links[LINK_WIDTH * node + AFTER])
+        num_due += 1
+    return num_due
+
+
+@inlined
 def _expire(table: Table, ring: Ring, now_s: float, max_entries: Index) -> None:
-    for _ in range(min(max_entries, ring.state[NUM_USED])):
-        if ring.deadlines[ring.state[FIRST]] > now_s:
-            return
-        _release_first(table, ring)
+    left = min(max_entries, ring.state[NUM_USED])
+    while left > 0:
+        num_due = _touch_first(table.slots, ring, now_s, min(left, _NUM_TOUCHED))
+        for _ in range(num_due):
+            _release_first(table, ring)
+        left = left - _NUM_TOUCHED if num_due == _NUM_TOUCHED else 0
 
 
 @inlined
@@ -169,15 +184,15 @@ def insert(
 ) -> None:  # fmt: skip
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
-    At most max_expired overdue entries are dropped on the way. There are at least as many nodes as
+    At most max_expired overdue entries are dropped first. There are at least as many nodes as
     hashes, the table has room for them, and deadline_s is not before any other.
     """
     table, ring = Table(slots, size), Ring(keys, deadlines, links, state)
     marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
-    for i in range(len(hashes)):
-        prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
     _expire(table, ring, now_s, max_expired)
     for i in range(len(hashes) - 1, -1, -1):
+        if i >= _NUM_TOUCHED:
+            prefetch(slots, _2 * home_of(hashes[i - _NUM_TOUCHED] ^ marked, capacity))
         key = hashes[i] ^ marked
         at = find_slot(slots, key, capacity)
         if slots[_2 * at + _1] != _0:

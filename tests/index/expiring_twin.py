@@ -12,8 +12,8 @@ class Entry:
 
 
 class TwinExpiring:
-    def __init__(self, ttl_s, capacity, max_expired):
-        self.ttl_s, self.capacity, self.max_expired = ttl_s, capacity, max_expired
+    def __init__(self, ttl_s, capacity, max_more_expired):
+        self.ttl_s, self.capacity, self.max_more_expired = ttl_s, capacity, max_more_expired
         self.entries, self.num_lost, self.last_s = [], 0, float("-inf")
 
     def find(self, rank, block):
@@ -27,7 +27,7 @@ class TwinExpiring:
             return
         self.last_s = max(self.last_s, now_s + self.ttl_s)
         self.num_lost += len(blocks[self.capacity :])
-        self.expire(now_s)
+        self.expire(now_s, len(blocks[: self.capacity]) + self.max_more_expired)
         for block in reversed(blocks[: self.capacity]):
             if entry := self.find(rank, block):
                 self.entries.remove(entry)
@@ -45,9 +45,9 @@ class TwinExpiring:
         for entry in self.entries:
             entry.has_ended |= entry.rank == rank
 
-    def expire(self, now_s):
+    def expire(self, now_s, max_entries):
         num_due = sum(entry.deadline_s <= now_s for entry in self.entries)
-        del self.entries[: min(num_due, self.max_expired)]
+        del self.entries[: min(num_due, max_entries)]
 
     def depth(self, rank, blocks, depth, now_s):
         while depth < len(blocks):

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvplug.index.expiring import ExpiringBlocks, mark_of
 from tests.index.expiring_twin import TwinExpiring
 
-TTL_S, CAPACITY, NUM_RANKS, MAX_EXPIRED = 2.0, 12, 3, 5
+TTL_S, CAPACITY, NUM_RANKS, MAX_MORE = 2.0, 12, 3, 2
 ranks = st.integers(0, NUM_RANKS - 1)
 block_lists = st.lists(st.integers(1, 20), max_size=CAPACITY + 3, unique=True)
 times = st.sampled_from([0.0, 0.25, 1.0, 1.75, 5.0, -0.5])
@@ -21,8 +21,8 @@ def u64(numbers):
 class ExpiringMachine(RuleBasedStateMachine):
     @initialize(capacity=st.sampled_from([1, 2, CAPACITY]))
     def start(self, capacity):
-        self.blocks = ExpiringBlocks(TTL_S, capacity, max_expired=MAX_EXPIRED)
-        self.twin, self.now_s = TwinExpiring(TTL_S, capacity, MAX_EXPIRED), 100.0
+        self.blocks = ExpiringBlocks(TTL_S, capacity, max_more_expired=MAX_MORE)
+        self.twin, self.now_s = TwinExpiring(TTL_S, capacity, MAX_MORE), 100.0
 
     @rule(rank=ranks, blocks=block_lists)
     def insert(self, rank, blocks):
@@ -49,10 +49,10 @@ class ExpiringMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now_s += seconds
 
-    @rule()
-    def expire(self):
-        self.blocks.expire(self.now_s)
-        self.twin.expire(self.now_s)
+    @rule(max_entries=st.integers(0, 5))
+    def expire(self, max_entries):
+        self.blocks.expire(self.now_s, max_entries)
+        self.twin.expire(self.now_s, max_entries)
 
     @rule(blocks=block_lists, starts=st.lists(st.integers(0, 3), min_size=1, max_size=5))
     def ask(self, blocks, starts):
