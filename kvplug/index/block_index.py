@@ -235,6 +235,7 @@ class BlockIndex:
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
         self.holdings.check()
+        self.speculative.check()
         for rank, domain in self._domain_of.items():
             if rank not in domain.ranks or rank not in self.numbers:
                 raise IndexCorruptError(f"index: {rank} is in no domain or has no number")

@@ -88,6 +88,11 @@ class ExpiringBlocks:
         return Ring(self._keys, self._deadlines, self._links, self._state)
 
     @property
+    def _arrays(self) -> tuple[U64, I64, U64, F64, I32, I64]:
+        slots, size = self.table.arrays
+        return slots, size, self._keys, self._deadlines, self._links, self._state
+
+    @property
     def query_arrays(self) -> tuple[U64, F64, I64]:
         """Slots, deadlines and state: what kernels.expiring.extend reads."""
         return self.table.slots, self._deadlines, self._state
@@ -103,8 +108,8 @@ class ExpiringBlocks:
         self._state[kernels.NUM_LOST] += len(sequence_hashes) - len(hashes)
         self._reserve(rank_number, len(hashes))
         self._deadline_s = max(self._deadline_s, now_s + self.ttl_s)
-        times = (now_s, self._deadline_s, len(hashes) + self._max_more_expired)
-        kernels.insert(rank_number, *times, hashes, *self.table.arrays, *self.ring)
+        deadline_s, max_expired = self._deadline_s, len(hashes) + self._max_more_expired
+        kernels.insert(rank_number, now_s, deadline_s, max_expired, hashes, *self._arrays)
 
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
@@ -114,12 +119,12 @@ class ExpiringBlocks:
     def forget(self, rank_number: int) -> None:
         """The rank is gone or cleared."""
         if self._num_nodes_of(rank_number):
-            arrays = (*self.table.arrays, self._keys, self._links, self._state)
-            kernels.forget(rank_number, *arrays)
+            slots, size, keys, _, links, state = self._arrays
+            kernels.forget(rank_number, slots, size, keys, links, state)
 
     def expire(self, now_s: float, max_entries: int = 4096) -> None:
         """Give back the memory of overdue entries, of the oldest ones if there are more."""
-        kernels.expire(now_s, max_entries, *self.table.arrays, *self.ring)
+        kernels.expire(now_s, max_entries, *self._arrays)
 
     def extend(self, sequence_hashes: U64, depths: I64, now_s: float) -> I64:
         """int64[ranks]: each depth moved on over the entries that follow it."""

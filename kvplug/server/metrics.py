@@ -139,13 +139,20 @@ class _Readings(Collector):
         )
         for url, follower in followers:
             connected.add_metric([url], follower.connected)
-            for level in Trust:
-                trust.add_metric([url, level], follower.trust.level is level)
+            _add_levels(trust, url, follower.trust.level)
             for reason, count in follower.skipped.items():
                 skipped.add_metric([url, reason], count)
+        if not self._fleet.uses_events:
+            for url in self._fleet.workers:
+                _add_levels(trust, url, Trust.APPROXIMATE)
         yield from (connected, trust, skipped)
         for name, (text, read) in _OF_FOLLOWER.items():
             family = CounterMetricFamily(name, text, labels=["worker"])
             for url, follower in followers:
                 family.add_metric([url], read(follower))
             yield family
+
+
+def _add_levels(family: GaugeMetricFamily, url: str, current: Trust) -> None:
+    for level in Trust:
+        family.add_metric([url, level], level is current)
