@@ -290,7 +290,8 @@ class AuditedRouter(Router):
         verdict = expectation.judge(cached_tokens)
         if not verdict.is_wrong:
             return False
-        if self._times.heard_until(expectation.rank) <= expectation.answered_s + TOLERANCE_S:
+        heard_s = self._times.heard_until(expectation.rank)
+        if self.config.use_kv_events and heard_s <= expectation.answered_s + TOLERANCE_S:
             return True  # its events of that time are still under way, or it has none
         is_speculative = verdict is Verdict.WRONG_SPECULATIVE
         return is_speculative and self._awaits_creator(expectation, cached_tokens)
