@@ -136,14 +136,6 @@ def _expire(table: Table, ring: Ring, now_s: float, max_entries: Index) -> None:
 
 
 @inlined
-def _make_room(table: Table, ring: Ring, now_s: float) -> None:
-    """Free the oldest node; count its entry as lost if it was not overdue."""
-    is_due = ring.deadlines[ring.state[FIRST]] <= now_s
-    if _release_first(table, ring) and not is_due:
-        ring.state[NUM_LOST] += 1
-
-
-@inlined
 def _take(ring: Ring, rank: Index, key: np.uint64) -> np.int64:
     """A free node for an entry; there is one."""
     links, state = ring.links, ring.state
@@ -184,8 +176,9 @@ def insert(
 ) -> None:  # fmt: skip
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
-    At most max_expired overdue entries are dropped first. There are at least as many nodes as
-    hashes, the table has room for them, and deadline_s is not before any other.
+    At most max_expired overdue entries are dropped first; as that is at least len(hashes), those that
+    make room later are lost before their time. There are at least as many nodes as hashes, the table
+    has room for them, and deadline_s is not before any other.
     """
     table, ring = Table(slots, size), Ring(keys, deadlines, links, state)
     marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
@@ -200,7 +193,7 @@ def insert(
             _move_to_end(ring, node)
         else:
             if state[NUM_USED] == num_nodes:
-                _make_room(table, ring, now_s)
+                state[NUM_LOST] += _release_first(table, ring)
                 at = find_slot(slots, key, capacity)
             node = _take(ring, rank, key)
             put_slot(slots, at, key, np.uint64(node) + _1)

@@ -48,6 +48,15 @@ def test_a_clock_that_goes_back_shortens_no_life():
     blocks.check()
 
 
+def test_an_ended_entry_takes_no_younger_one_of_its_block_along():
+    blocks = ExpiringBlocks(TTL_S)
+    blocks.insert(0, u64([5]), 0.0)
+    blocks.confirm(0, u64([5]))
+    blocks.insert(0, u64([5]), 1.0)
+    blocks.expire(2.5)
+    assert depths(blocks, [5], 2.5) == [1, 0, 0]
+
+
 def test_what_does_not_fit_is_counted():
     blocks = ExpiringBlocks(TTL_S, CAPACITY)
     blocks.insert(0, u64(range(1, CAPACITY + 5)), 0.0)
