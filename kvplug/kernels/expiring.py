@@ -176,9 +176,9 @@ def insert(
 ) -> None:  # fmt: skip
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
-    At most max_expired overdue entries are dropped first; as that is at least len(hashes), those that
-    make room later are lost before their time. There are at least as many nodes as hashes, the table
-    has room for them, and deadline_s is not before any other.
+    At most max_expired overdue entries are dropped first; that is at least len(hashes), so those
+    that make room later are lost before their time. There are at least as many nodes as hashes,
+    the table has room for them, and deadline_s is not before any other.
     """
     table, ring = Table(slots, size), Ring(keys, deadlines, links, state)
     marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
