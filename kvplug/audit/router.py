@@ -163,7 +163,7 @@ class AuditedRouter(Router):
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """As Router.apply, with an eye on what goes under requests in flight."""
-        self._require_events(rank)
+        self.require_events(rank)
         sent_s, applied = self._times.sent(rank, batch.ts, self._clock()), Applied()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
@@ -177,7 +177,7 @@ class AuditedRouter(Router):
 
     def apply_records(self, rank: Rank, records: Records) -> Applied:
         """As Router.apply_records, in the same way."""
-        self._require_events(rank)
+        self.require_events(rank)
         sent_s = self._times.sent(rank, records.ts, self._clock())
         applied, at = Applied(), 0
         with self._deciding.patiently as turn:

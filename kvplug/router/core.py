@@ -129,21 +129,29 @@ class Router:
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank's engine said; returns what was stored, removed and refused.
 
-        ConfigError in the approximate mode, which goes by its own decisions alone.
+        ConfigError in the approximate mode.
         """
-        self._require_events(rank)
+        self.require_events(rank)
         with self._lock.patiently:
             return self.fleet_index.apply(rank, batch)
 
     def apply_records(self, rank: Rank, records: Records) -> Applied:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
-        self._require_events(rank)
+        self.require_events(rank)
         applied, at = Applied(), 0
         with self._lock.patiently as turn:
             while at < records.num_events:
                 at = self.fleet_index.apply_records(rank, records, at, BLOCKS_PER_SLICE, applied)
                 turn.give_way()
         return applied
+
+    def require_events(self, rank: Rank) -> None:
+        """ConfigError in the approximate mode, which goes by its own decisions alone."""
+        if not self.config.use_kv_events:
+            raise ConfigError(
+                f"cannot apply events of {rank}: expected a router with use_kv_events=True, "
+                "this one has False and goes by its own decisions"
+            )
 
     def set_worth(self, rank: Rank, worth: float) -> None:
         """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
@@ -212,13 +220,6 @@ class Router:
         """Without events nobody would tell the block size."""
         known = self.config.block_size
         return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
-
-    def _require_events(self, rank: Rank) -> None:
-        if not self.config.use_kv_events:
-            raise ConfigError(
-                f"cannot apply events of {rank}: expected a router with use_kv_events=True, "
-                "this one has False and goes by its own decisions"
-            )
 
     def _offer(self, section: Section, prompt: Prompt, now_s: float) -> _Offer:
         num_ranks = len(self.fleet_index.numbers.ranks)

@@ -7,6 +7,7 @@ import pytest
 from kvplug import BlockStored, EventBatch, Namespace, Rank, codec
 from kvplug.audit.router import AuditedRouter
 from kvplug.errors import ConfigError
+from kvplug.ingest.follower import Follower
 from kvplug.records import read_payloads
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
@@ -132,4 +133,6 @@ def test_events_are_refused(kind):
         router.apply(Rank("a"), batch)
     with pytest.raises(ConfigError, match=sentence):
         router.apply_records(Rank("a"), read_payloads([codec.encode(batch)]))
+    with pytest.raises(ConfigError, match=sentence):
+        Follower(router, Rank("a"))
     assert len(router.index) == 0
