@@ -183,6 +183,8 @@ def insert(
     table, ring = Table(slots, size), Ring(keys, deadlines, links, state)
     marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
     _expire(table, ring, now_s, max_expired)
+    for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
+        prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
     for i in range(len(hashes) - 1, -1, -1):
         if i >= _NUM_TOUCHED:
             prefetch(slots, _2 * home_of(hashes[i - _NUM_TOUCHED] ^ marked, capacity))
