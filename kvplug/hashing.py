@@ -30,6 +30,7 @@ from kvplug.kernels import hashing as kernels
 Tokens = npt.NDArray[np.uint32]
 Hashes = npt.NDArray[np.uint64]
 TokensLike = Tokens | Sequence[int]
+HashesLike = Hashes | Sequence[int]
 
 BASE_SEED = 1337
 _U64 = 2**64
@@ -54,6 +55,18 @@ def as_tokens(token_ids: TokensLike) -> Tokens:
     except (OverflowError, TypeError) as error:
         raise HashingError(
             f"cannot hash tokens: expected integers in [0, 2**32): {error}"
+        ) from error
+
+
+def as_hashes(sequence_hashes: HashesLike) -> Hashes:
+    """uint64[n], contiguous; raises HashingError for anything but integers in [0, 2**64)."""
+    if isinstance(sequence_hashes, np.ndarray) and sequence_hashes.dtype == np.uint64:
+        return np.ascontiguousarray(sequence_hashes)
+    try:
+        return np.frombuffer(array("Q", sequence_hashes), dtype=np.uint64)
+    except (OverflowError, TypeError) as error:
+        raise HashingError(
+            f"cannot use block hashes: expected integers in [0, 2**64): {error}"
         ) from error
 
 

@@ -1,6 +1,7 @@
 """Packed events: blocks that are hashed already, as arrays on the wire.
 
-In:  engine hashes and sequence hashes.   Out: msgpack bytes that BlockIndex.apply_packed reads.
+In:  engine hashes and sequence hashes.   Out: msgpack bytes that BlockIndex.apply_packed reads;
+and back.
 
     [version, event, ...]
     stored   [0, tier, parent, seed, names, hashes]
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import DecodeError
 from kvplug.events import EngineHash, Tier
 
 U64 = npt.NDArray[np.uint64]
@@ -64,6 +66,62 @@ PackedEvent = PackedStored | PackedRemoved | PackedCleared
 def encode(events: Iterable[PackedEvent]) -> bytes:
     """One payload with these events."""
     return msgspec.msgpack.encode([VERSION, *map(_as_array, events)])
+
+
+def header(payload: bytes) -> tuple[int, int]:
+    """(number of events, position of the first); DecodeError for what is no payload of ours."""
+    first = payload[:1]
+    if b"\x91" <= first <= b"\x9f":
+        num_items, at = first[0] & 0x0F, 1
+    elif first == b"\xdc":
+        num_items, at = int.from_bytes(payload[1:3], "big"), 3
+    elif first == b"\xdd":
+        num_items, at = int.from_bytes(payload[1:5], "big"), 5
+    else:
+        raise DecodeError("cannot read packed events: expected a msgpack array, got other bytes")
+    if payload[at : at + 1] != bytes([VERSION]):
+        _refuse_version(payload)
+    return num_items - 1, at + 1
+
+
+def decode(payload: bytes) -> list[PackedEvent]:
+    """The events of a payload; DecodeError if it is none."""
+    header(payload)
+    try:
+        return [_from_array(event) for event in msgspec.msgpack.decode(payload)[1:]]
+    except (msgspec.DecodeError, TypeError, ValueError, OverflowError) as error:
+        raise DecodeError(f"cannot read packed events: {error}") from error
+
+
+def _refuse_version(payload: bytes) -> None:
+    try:
+        items = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError as error:
+        raise DecodeError(f"cannot read packed events: {error}") from error
+    version = items[0] if items else None
+    raise DecodeError(f"cannot read packed events: expected version {VERSION}, got {version!r}")
+
+
+def _from_array(items: list[object]) -> PackedEvent:
+    match items:
+        case [0, int(tier), (int() | None) as parent, int(seed), bytes(names), bytes(hashes)]:
+            pair = _as_numbers(names), _as_numbers(hashes)
+            return PackedStored(*pair, _as_u64(parent), Tier(tier), _as_u64(seed) or 0)
+        case [1, int(tier), bytes(names)]:
+            return PackedRemoved(_as_numbers(names), Tier(tier))
+        case [2, (int() | None) as tier]:
+            return PackedCleared(None if tier is None else Tier(tier))
+    raise ValueError("expected a stored, removed or cleared event")
+
+
+def _as_u64(number: int | None) -> int | None:
+    if number is not None and not 0 <= number < 2**64:
+        raise ValueError(f"expected an integer in [0, 2**64), got {number}")
+    return number
+
+
+def _as_numbers(words: bytes) -> U64:
+    return np.frombuffer(words, dtype="<u8")
 
 
 def _as_array(event: PackedEvent) -> list[object]:

@@ -34,7 +34,14 @@ class Applied:
     num_cleared: int = 0
     was_cleared: bool = False
     num_orphans: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    _refused: Counter[str] | None = field(default=None, repr=False)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Blocks by reason."""
+        if self._refused is None:  # made late: most batches refuse nothing
+            self._refused = Counter()
+        return self._refused
 
     def refuse(self, reason: Refusal, num_blocks: int) -> None:
         """Count blocks that were not applied."""

@@ -5,7 +5,7 @@ In:  event batches per rank.   Out: per rank, how many leading blocks of a reque
 Three parts:
 
     holdings   sequence hash x holder (a rank with a tier)      index/holdings.py
-    domains    engine hash -> row of the block, one table per engine hash space
+    domains    engine hash -> sequence hash, one table per engine hash space
     speculative blocks of requests that were routed but not reported yet
 
 Engines name parents and removals by their own hashes. Ranks of one domain give equal blocks equal
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvplug import packed
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
@@ -31,21 +32,24 @@ from kvplug.events import (
     BlockRemoved,
     BlockStored,
     CxlStateTransition,
+    EngineHash,
     Event,
     EventBatch,
     Rank,
     SequenceHash,
     Tier,
 )
-from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, as_tokens, seed_of
+from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, HashesLike, as_hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
+from kvplug.index.changes import Changes
 from kvplug.index.clearing import Clearing
 from kvplug.index.domain import Domain
+from kvplug.index.event_applier import EventApplier, Flag
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import Holdings, Segments
-from kvplug.index.record_applier import Flag, RecordApplier
-from kvplug.kernels import costing
+from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
+from kvplug.kernels import checking, matching
+from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
@@ -55,8 +59,10 @@ U64 = npt.NDArray[np.uint64]
 TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 """What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
 
+_CREDITS = [TIER_CREDIT[tier] for tier in Tier] + [0.9]  # a block in a pool
+
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
-_SLOTS_PER_BLOCK = 8
+_STEPS_PER_BLOCK = 16
 
 
 class Overlap(NamedTuple):
@@ -64,10 +70,23 @@ class Overlap(NamedTuple):
 
     depth: int64[ranks], leading blocks held in any tier, speculative ones included;
     credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
-    on ranks of which not everything is known.
+    on ranks of which not everything is known;
+    reach: int64[NUM_REACHES, ranks], leading blocks by kind of memory, without speculative ones
+    (kernels/matching.py, REACHES).
     """
 
     depth: I64
+    credit: F64
+    reach: I64
+
+
+class Overlaps(NamedTuple):
+    """What each rank holds of many requests.
+
+    reach: int64[requests, NUM_REACHES, ranks]; credit: float64[requests, ranks].
+    """
+
+    reach: I64
     credit: F64
 
 
@@ -86,19 +105,22 @@ class BlockIndex:
     ) -> None:
         """`is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early."""
         self.hasher = BlockHasher(block_size)
-        self.numbers = HolderNumbers()
-        self.holdings = Holdings()
-        self.speculative = ExpiringBlocks(speculative_ttl_s)
+        self._changes = Changes()
+        self.numbers = HolderNumbers(self._changes)
+        self.holdings = Holdings(self._changes)
+        self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
         self._worth: F64 = np.ones(0)
+        self._credits: F64 = np.zeros(0)  # of each class of memory, and the worth of each rank
         self._domain_of: dict[Rank, Domain] = {}
-        self._common_domain = Domain()
+        self._common_domain = Domain(self._changes)
         self._clearing: tuple[Tier | None, Clearing] | None = None
-        self._recorded = RecordApplier(
+        self._applier = EventApplier(
             block_size,
             self.numbers,
             self.holdings,
             self.speculative,
             np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted,
+            self._changes,
         )
 
     def __len__(self) -> int:
@@ -134,6 +156,7 @@ class BlockIndex:
         missing = max(0, number + 1 - len(self._worth))
         self._worth = np.concatenate([self._worth, np.ones(missing)])
         self._worth[number] = worth
+        self._credits = np.zeros(0)
 
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
@@ -141,20 +164,20 @@ class BlockIndex:
             self.clear(rank)
             self._domain_of.pop(rank).ranks.discard(rank)
             self.numbers.remove(rank)
+        self._changes.count += 1
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
         clearing = self.start_clear(rank, tier)
-        while not clearing.is_done:
-            clearing.advance(clearing.num_slots)
+        clearing.finish()
         return clearing.num_dropped
 
     def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
         """A clear to be done in stretches; nothing else may change the index before it is done."""
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
-        holders, members = self.numbers.holders(number, tier), self._recorded.members_of(domain)
-        return Clearing(self.holdings, domain, holders, members)
+        holders = self.numbers.holders(number, tier)
+        return Clearing(self.holdings, [self._named(domain)], holders)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """Remember what a rank said; what is refused is counted in the result."""
@@ -165,6 +188,41 @@ class BlockIndex:
         for event in batch.events:
             self._apply_event(rank, event, applied)
         return applied
+
+    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+        """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
+        none.
+        """
+        applied, domain = Applied(), self._domain_of.get(rank)
+        if domain is None:
+            applied.refuse(Refusal.UNKNOWN_RANK, packed.header(payload)[0])
+        elif self._applier.apply_packed(rank, domain, payload, applied):
+            return applied
+        else:
+            # Behind an event that needs a decision the rest of a payload goes one by one.
+            for event in packed.decode(payload)[self._applier.num_applied :]:
+                self._apply_packed_event(rank, event, applied)
+        return applied
+
+    def _apply_packed_event(self, rank: Rank, event: PackedEvent, applied: Applied) -> None:
+        match event:
+            case PackedRemoved():
+                removed = BlockRemoved(block_hashes=_names(event.names), tier=event.tier)
+                return self._remove(rank, removed, applied)
+            case PackedCleared():
+                number = self.clear(rank, event.tier)
+                return applied.clear(number, everything=event.tier is None)
+            case PackedStored():
+                parent = self._hash_of(rank, event.parent)
+                if event.parent is not None and parent is None:
+                    return applied.refuse(Refusal.UNKNOWN_PARENT, len(event.names))
+                if len(event.names) != len(event.hashes):
+                    return applied.refuse(Refusal.MISALIGNED, len(event.names))
+                seed = event.seed if parent is None else self.holdings.seed_of(parent)
+                names, hashes = as_hashes(event.names), as_hashes(event.hashes)
+                return self._hold(
+                    rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied
+                )
 
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied
@@ -179,9 +237,11 @@ class BlockIndex:
             applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)
             return records.num_events
         if self._clearing is not None:
-            return first + self._go_on_clearing(_SLOTS_PER_BLOCK * max_blocks, applied)
-        at = self._recorded.apply(rank, self._domain_of[rank], records, first, max_blocks, applied)
-        if at == records.num_events or not self._recorded.needs_decision:
+            return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
+        at = self._applier.apply_records(
+            rank, self._domain_of[rank], records, first, max_blocks, applied
+        )
+        if at == records.num_events or not self._applier.needs_decision:
             return at
         event = records.event(at)
         if isinstance(event, AllBlocksCleared):
@@ -190,47 +250,41 @@ class BlockIndex:
         self._apply_event(rank, event, applied)
         return at + 1
 
-    def _go_on_clearing(self, max_slots: int, applied: Applied) -> bool:
+    def _go_on_clearing(self, max_steps: int, applied: Applied) -> bool:
         """Whether the clear that a run of records has come to is done."""
         assert self._clearing is not None
         tier, clearing = self._clearing
-        clearing.advance(max_slots)
+        clearing.advance(max_steps)
         if clearing.is_done:
             self._clearing = None
             applied.clear(clearing.num_dropped, everything=tier is None)
         return clearing.is_done
 
-    def match(self, sequence_hashes: Hashes) -> Segments:
-        """Segments of the leading blocks that any rank holds."""
-        return self.holdings.match(sequence_hashes)
-
-    def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
+    def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
         """What each rank holds of a request; `now_s` lets speculative blocks expire."""
+        hashes = as_hashes(sequence_hashes)
         num_ranks = len(self.numbers.ranks)
-        depth, credit = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-        segments = self.match(sequence_hashes)
-        if len(segments.ends):
-            sets, holders = self.holdings.sets, self.numbers
-            costing.overlap(
-                segments.ends,
-                segments.sets,
-                sets.bits,
-                sets.words,
-                holders.rank_of_holder,
-                self._credit_of_holder(),
-                depth,
-                credit,
-            )
-        reached = self.speculative.extend(sequence_hashes, depth, now_s)
-        return Overlap(reached, credit * self._worth[:num_ranks] + (reached - depth))
+        held = self.holdings.overlap(hashes, self._readers(), num_ranks)
+        depth = held.reach[matching.ANY]
+        reached = self.speculative.extend(hashes, depth, now_s)
+        credit = held.credit if reached is depth else held.credit + (reached - depth)
+        return Overlap(reached, credit, held.reach)
+
+    def overlap_many(self, sequence_hashes: Hashes, ends: I64) -> Overlaps:
+        """What each rank holds of many requests, without speculative blocks.
+
+        Their hashes one after the other; request i has those up to ends[i].
+        """
+        reach, credit = self.holdings.overlap_many(
+            sequence_hashes, ends, self._readers(), len(self.numbers.ranks)
+        )
+        return Overlaps(reach, credit)
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds."""
         number = self.numbers.number_of(rank)
-        names, rows = self._domain_of[rank].table.items()
-        holders = self.numbers.holders(number, tier)
-        held = self.holdings.sets.any_of(holders)[self.holdings.set_of_row[rows]]
-        return names[held]
+        names, hashes = self._domain_of[rank].table.items()
+        return names[self.holdings.which_held(hashes, self.numbers.holders(number, tier))]
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
@@ -244,10 +298,23 @@ class BlockIndex:
 
     def _check_domain(self, domain: Domain) -> None:
         domain.table.check()
-        _, rows = domain.table.items()
-        held = np.flatnonzero(self._is_held_in(domain, np.arange(len(self.holdings.set_of_row))))
-        if not np.array_equal(np.sort(rows), held.astype(np.uint64)):
+        names, members = self._named(domain)
+        held, words = self.holdings, self.holdings.sets.words
+        seen = np.zeros(held.table.capacity // 8 + 1, dtype=np.uint8)
+        arrays = held.table.slots, held.runs.words, held.sets.bits, words, members
+        num_named = checking.count_named(names, *arrays, seen)
+        if not len(domain.table) == num_named == checking.count_held(*arrays):
             raise IndexCorruptError("domain: engine hashes and held blocks do not pair up")
+
+    def _named(self, domain: Domain) -> tuple[U64, U64]:
+        """Slots and members of a domain, as kernels/residency.py wants them."""
+        return domain.table.slots, self._applier.members_of(domain)
+
+    def _readers(self) -> Readers:
+        num_ranks = len(self.numbers.ranks)
+        if len(self._credits) != matching.NUM_MASKS + num_ranks:
+            self._credits = credits_of(_CREDITS, self._worth[:num_ranks])
+        return Readers(self.numbers.owner, NO_POOLS, self._credits)
 
     def _apply_event(self, rank: Rank, event: Event, applied: Applied) -> None:
         match event:
@@ -268,114 +335,81 @@ class BlockIndex:
         num_blocks = len(event.block_hashes)
         if event.block_size != self.block_size:
             return applied.refuse(Refusal.BLOCK_SIZE, num_blocks)
-        if len(set(event.block_hashes)) != num_blocks:
-            return applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
-        parent_row = self._row_of(rank, event.parent)
-        if event.parent is not None and not parent_row:
+        parent = self._hash_of(rank, event.parent)
+        if event.parent is not None and parent is None:
             return applied.refuse(Refusal.UNKNOWN_PARENT, num_blocks)
-        seed = self._namespace_seed(event, parent_row)
+        seed = self._namespace_seed(event, parent)
         hashes = self.hasher.sequence_hashes(
-            as_tokens(event.token_ids),
-            seed,
-            parent=self._hash_of_row(parent_row),
-            extra_keys=event.extra_keys,
+            as_tokens(event.token_ids), seed, parent=parent, extra_keys=event.extra_keys
         )
         if len(hashes) != num_blocks:
             return applied.refuse(Refusal.MISALIGNED, num_blocks)
         names = _as_u64(event.block_hashes)
-        if not self._agree_on_names(rank, names, hashes):
-            return applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
-        self._hold(rank, event.tier, names, hashes, seed)
-        applied.num_stored += num_blocks
-        return None
+        return self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
 
-    def _hold(self, rank: Rank, tier: Tier, names: U64, hashes: Hashes, seed: int) -> None:
-        number = self.numbers.number_of(rank)
-        rows, _ = self.holdings.store(self.numbers.holder(number, tier), hashes)
-        self.holdings.seed_of_row[rows] = seed
-        self._domain_of[rank].table.put(names, rows)
-        self.speculative.confirm(number, hashes)
+    def _hold(self, rank: Rank, tier: Tier, stretch: Stretch, applied: Applied) -> None:
+        number, num_blocks = self.numbers.number_of(rank), len(stretch.hashes)
+        holder, domain = self.numbers.holder(number, tier), self._domain_of[rank]
+        domain.table.reserve(num_blocks)
+        if self.holdings.store(holder, stretch, self._named(domain)) is not None:
+            self.speculative.confirm(number, stretch.hashes)
+            applied.num_stored += num_blocks
+        elif len(domain.ranks) > 1 and len(np.unique(stretch.names)) == num_blocks:
+            # Its engine hashes are not the others': another algorithm, another seed.
+            self._move_to_own_domain(rank)
+            self._hold(rank, tier, stretch, applied)
+        else:
+            applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
 
     def _copy(self, rank: Rank, event: BlockCopied, applied: Applied) -> None:
         """The engine hash stands for a content, which is known if a rank here holds the block."""
-        rows = self._domain_of[rank].table.find(_as_u64(event.block_hashes))
-        known = rows[rows != 0]
+        hashes = self._domain_of[rank].table.find(_as_u64(event.block_hashes))
+        known = hashes[hashes != 0]
         number = self.numbers.number_of(rank)
-        self.holdings.store_rows(self.numbers.holder(number, event.tier), known)
+        self.holdings.copy(self.numbers.holder(number, event.tier), known)
         applied.num_stored += len(known)
-        applied.refuse(Refusal.NO_TOKENS, len(rows) - len(known))
+        applied.refuse(Refusal.NO_TOKENS, len(hashes) - len(known))
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
-        domain, number = self._domain_of[rank], self.numbers.number_of(rank)
-        names = _as_u64(event.block_hashes)
-        rows = domain.table.find(names)
-        names, rows = names[rows != 0], rows[rows != 0]
-        had, gone = self.holdings.drop(self.numbers.holder(number, event.tier), rows)
-        still_named = self._is_held_in(domain, rows[gone])
-        domain.table.erase(names[gone][~still_named])
-        applied.num_removed += int(had.sum())
-        applied.refuse(Refusal.UNKNOWN_BLOCK, len(event.block_hashes) - int(had.sum()))
+        number, domain = self.numbers.number_of(rank), self._domain_of[rank]
+        names, holder = _as_u64(event.block_hashes), self.numbers.holder(number, event.tier)
+        num_had = self.holdings.drop_named(holder, names, self._named(domain))
+        applied.num_removed += num_had
+        applied.refuse(Refusal.UNKNOWN_BLOCK, len(names) - num_had)
 
-    def _row_of(self, rank: Rank, name: int | None) -> int:
+    def _hash_of(self, rank: Rank, name: int | None) -> SequenceHash | None:
         if name is None:
-            return 0
-        return int(self._domain_of[rank].table.find(_as_u64((name,)))[0])
+            return None
+        hash_ = int(self._domain_of[rank].table.find(_as_u64((name,)))[0])
+        return SequenceHash(hash_) if hash_ else None
 
-    def _hash_of_row(self, row: int) -> SequenceHash | None:
-        return SequenceHash(int(self.holdings.hash_of_row[row])) if row else None
-
-    def _namespace_seed(self, event: BlockStored, parent_row: int) -> int:
+    def _namespace_seed(self, event: BlockStored, parent: SequenceHash | None) -> int:
         # Real vLLM (0.32) names the salt of a prompt with its first chunk only.
         if event.namespace is not None:
             return seed_of(event.namespace)
-        return int(self.holdings.seed_of_row[parent_row]) if parent_row else BASE_SEED
-
-    def _agree_on_names(self, rank: Rank, names: U64, hashes: Hashes) -> bool:
-        """Whether the rank's engine hashes fit its domain, if need be one of its own."""
-        if not self._conflicts(self._domain_of[rank], names, hashes):
-            return True
-        if len(self._domain_of[rank].ranks) == 1:
-            return False
-        self._move_to_own_domain(rank)
-        return not self._conflicts(self._domain_of[rank], names, hashes)
-
-    def _conflicts(self, domain: Domain, names: U64, hashes: Hashes) -> bool:
-        """One name for two contents, or two names for one content."""
-        named, held = domain.table.find(names), self.holdings.find(hashes)
-        other_content = (named != 0) & (named != held)
-        other_name = (named == 0) & self._is_held_in(domain, held)
-        return bool((other_content | other_name).any())
-
-    def _is_held_in(self, domain: Domain, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """bool[rows], whether any rank of the domain holds the block."""
-        sets = self.holdings.set_of_row[rows]
-        if len(domain.ranks) == len(self._domain_of):
-            return np.asarray(sets != 0)
-        holders = self.numbers.holders_of(domain.ranks)
-        return np.asarray(self.holdings.sets.any_of(holders)[sets])
+        return BASE_SEED if parent is None else self.holdings.seed_of(parent)
 
     def _move_to_own_domain(self, rank: Rank) -> None:
         """Take the names of the rank's blocks along; the others forget what only it held."""
-        common, own = self._domain_of[rank], Domain()
-        names, rows = common.table.items()
+        common, own = self._domain_of[rank], Domain(self._changes)
+        names, hashes = common.table.items()
         common.ranks.discard(rank)
         self._join(rank, own)
-        mine = self._is_held_in(own, rows)
-        own.table.put(names[mine], rows[mine])
-        self._forget_dead_names(common)
+        mine = self.holdings.which_held(hashes, self.numbers.holders_of(own.ranks))
+        own.table.put(names[mine], hashes[mine])
+        theirs = self.holdings.which_held(hashes, self.numbers.holders_of(common.ranks))
+        common.table.erase(names[~theirs])
+        self._changes.count += 1
 
     def _join(self, rank: Rank, domain: Domain) -> None:
         self._domain_of[rank] = domain
         domain.ranks.add(rank)
         self.numbers.add(rank)
+        self._changes.count += 1
 
-    def _forget_dead_names(self, domain: Domain) -> None:
-        names, rows = domain.table.items()
-        domain.table.erase(names[~self._is_held_in(domain, rows)])
 
-    def _credit_of_holder(self) -> F64:
-        credits = np.array([TIER_CREDIT[tier] for tier in Tier])
-        return np.asarray(credits[self.numbers.tier_of_holder])
+def _names(numbers: U64Like) -> tuple[EngineHash, ...]:
+    return tuple(map(EngineHash, np.asarray(numbers).tolist()))
 
 
 def _as_u64(numbers: Sequence[int]) -> U64:

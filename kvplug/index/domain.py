@@ -1,17 +1,18 @@
 """One engine hash space: ranks that give equal blocks equal engine hashes.
 
-In:  engine hashes.   Out: rows of kvplug/index/holdings.py.
+In:  engine hashes.   Out: sequence hashes.
 """
 
 from __future__ import annotations
 
 from kvplug.events import Rank
+from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
 
 
 class Domain:
-    """The ranks and their common table, engine hash -> row."""
+    """The ranks and their common table, engine hash -> sequence hash."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Changes) -> None:
         self.ranks: set[Rank] = set()
-        self.table = HashTable()
+        self.table = HashTable(changes)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
+from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
 from kvplug.kernels.expiring import Ring
@@ -50,12 +51,20 @@ class ExpiringBlocks:
     """
 
     def __init__(
-        self, ttl_s: float, capacity: int = _CAPACITY, *, max_more_expired: int = 64
+        self,
+        ttl_s: float,
+        capacity: int = _CAPACITY,
+        *,
+        changes: Changes | None = None,
+        max_more_expired: int = 64,
     ) -> None:
-        """An insertion expires at most as many entries as it brings, and `max_more_expired`."""
+        """An insertion expires at most as many entries as it brings, and `max_more_expired`.
+
+        `changes` counts when `table.slots` or one of `query_arrays` has become another array.
+        """
         self.ttl_s, self.capacity, self._max_more_expired = ttl_s, capacity, max_more_expired
-        self.table = HashTable()
-        self._num_growths = 0
+        self._changes = changes or Changes()
+        self.table = HashTable(self._changes)
         self._deadline_s = -np.inf
         self._keys: U64 = np.zeros(0, dtype=np.uint64)
         self._deadlines: F64 = np.zeros(0)
@@ -73,11 +82,6 @@ class ExpiringBlocks:
         return int(self._state[kernels.NUM_LOST])
 
     @property
-    def num_growths(self) -> int:
-        """How often an array of `table` or of `query_arrays` has become another one."""
-        return self.table.num_growths + self._num_growths
-
-    @property
     def nbytes(self) -> int:
         """Bytes of memory of the ring and the table."""
         return self.table.nbytes + sum(array.nbytes for array in self.ring)
@@ -88,9 +92,8 @@ class ExpiringBlocks:
         return Ring(self._keys, self._deadlines, self._links, self._state)
 
     @property
-    def _arrays(self) -> tuple[U64, I64, U64, F64, I32, I64]:
-        slots, size = self.table.arrays
-        return slots, size, self._keys, self._deadlines, self._links, self._state
+    def _arrays(self) -> tuple[U64, U64, F64, I32, I64]:
+        return self.table.slots, self._keys, self._deadlines, self._links, self._state
 
     @property
     def query_arrays(self) -> tuple[U64, F64, I64]:
@@ -114,13 +117,13 @@ class ExpiringBlocks:
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
         if len(self.table):
-            kernels.confirm(rank_number, sequence_hashes, *self.table.arrays)
+            kernels.confirm(rank_number, sequence_hashes, self.table.slots)
 
     def forget(self, rank_number: int) -> None:
         """The rank is gone or cleared."""
         if self._num_nodes_of(rank_number):
-            slots, size, keys, _, links, state = self._arrays
-            kernels.forget(rank_number, slots, size, keys, links, state)
+            slots, keys, _, links, state = self._arrays
+            kernels.forget(rank_number, slots, keys, links, state)
 
     def expire(self, now_s: float, max_entries: int = 4096) -> None:
         """Give back the memory of overdue entries, of the oldest ones if there are more."""
@@ -183,7 +186,7 @@ class ExpiringBlocks:
         if missing > 0:
             more: I64 = np.zeros(missing + len(self._state), dtype=np.int64)
             self._state = np.concatenate([self._state, more])
-            self._num_growths += 1
+            self._changes.count += 1
 
     def _add_nodes(self, num_more: int) -> None:
         """Free nodes, linked in behind the free ones' end: right before the first in use."""
@@ -191,7 +194,7 @@ class ExpiringBlocks:
         self._keys = np.concatenate([self._keys, np.zeros(num_more, dtype=np.uint64)])
         self._deadlines = np.concatenate([self._deadlines, np.zeros(num_more)])
         self._links = np.concatenate([self._links, _chain(start, end)])
-        self._num_growths += 1
+        self._changes.count += 1
         if start:
             self._join_circle(start, end)
 

@@ -1,6 +1,6 @@
 """Dense numbers for ranks, and for holders: a rank with the tier that a copy is in.
 
-In:  Rank, Tier.   Out: small integers, and arrays from holder number to rank number and tier.
+In:  Rank, Tier.   Out: small integers, and an array from holder number to rank number and tier.
 
 Numbers of ranks that left are given again, so arrays indexed by them stay as short as the fleet.
 """
@@ -13,21 +13,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import Rank, Tier
+from kvplug.index.changes import Changes
+from kvplug.kernels.matching import NUM_CLASSES
 
-I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 _NOBODY = -1
+_MIN_HOLDERS = 64  # one word of bits (kernels/holders.py)
 
 
 class HolderNumbers:
-    """Who is behind a number, and which numbers a rank has."""
+    """Who is behind a number, and which numbers a rank has.
 
-    def __init__(self) -> None:
+    owner: int64[a power of two, at least 64], who is behind each holder: NUM_CLASSES * rank number
+    + tier, -1 nobody (kernels/matching.py).
+    """
+
+    def __init__(self, changes: Changes | None = None) -> None:
         self.ranks: list[Rank | None] = []
-        self.rank_of_holder: I32 = np.empty(0, dtype=np.int32)
-        self.tier_of_holder: I32 = np.empty(0, dtype=np.int32)
-        self.num_changes = 0  # of who has which number
+        self.owner: I64 = np.full(_MIN_HOLDERS, _NOBODY, dtype=np.int64)
+        self._changes = changes or Changes()
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
         self._holder_of_tier: dict[int, I64] = {}
@@ -55,7 +60,7 @@ class HolderNumbers:
             return self._number_of[rank]
         number = self.ranks.index(None) if None in self.ranks else len(self.ranks)
         self.ranks[number : number + 1] = [rank]
-        self.num_changes += 1
+        self._changes.count += 1
         self._number_of[rank] = number
         return number
 
@@ -63,12 +68,12 @@ class HolderNumbers:
         """The rank and its holders have no numbers any more."""
         number = self._number_of.pop(rank)
         self.ranks[number] = None
-        self.num_changes += 1
+        self._changes.count += 1
         self._holder_of_tier.pop(number, None)
         for tier in Tier:
             holder = self._holder_of.pop((number, tier), None)
             if holder is not None:
-                self.rank_of_holder[holder] = self.tier_of_holder[holder] = _NOBODY
+                self.owner[holder] = _NOBODY
 
     def holder(self, rank_number: int, tier: Tier) -> int:
         """The holder number of the rank's copies in this tier; given on first use."""
@@ -76,8 +81,8 @@ class HolderNumbers:
         if holder is None:
             holder = self._holder_of[rank_number, tier] = self._free_holder()
             self._holder_of_tier.pop(rank_number, None)
-            self.num_changes += 1
-            self.rank_of_holder[holder], self.tier_of_holder[holder] = rank_number, tier
+            self._changes.count += 1
+            self.owner[holder] = NUM_CLASSES * rank_number + tier
         return holder
 
     def holder_of_tier(self, rank_number: int) -> I64:
@@ -103,10 +108,8 @@ class HolderNumbers:
         return [holder for rank in ranks for holder in self.holders(self._number_of[rank])]
 
     def _free_holder(self) -> int:
-        free = np.flatnonzero(self.rank_of_holder == _NOBODY)
-        if len(free):
-            return int(free[0])
-        one_more = np.full(1, _NOBODY, dtype=np.int32)
-        self.rank_of_holder = np.concatenate([self.rank_of_holder, one_more])
-        self.tier_of_holder = np.concatenate([self.tier_of_holder, one_more])
-        return len(self.rank_of_holder) - 1
+        free = np.flatnonzero(self.owner == _NOBODY)
+        if not len(free):
+            self.owner = np.concatenate([self.owner, np.full_like(self.owner, _NOBODY)])
+            return len(self.owner) // 2
+        return int(free[0])

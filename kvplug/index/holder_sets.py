@@ -1,6 +1,6 @@
 """Interned sets of holders that grow, over the kernels of kernels/holders.py.
 
-In:  a holder number, rows, and the set number of each row.   Out: set numbers changed in place.
+In:  how many sets may come, for which holders.   Out: the arrays, for kernels that change them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
+from kvplug.index.changes import Changes
 from kvplug.kernels import holders as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -21,16 +22,16 @@ _MAX_LOAD = 0.5
 
 
 class HolderSets:
-    """add and drop a holder in the sets of rows; `bits` and `words` are read by costing."""
+    """len(), reserve, mask_of, any_of; kernels change the arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Changes | None = None) -> None:
         self.words = 1
         self.bits: U64 = np.zeros(_MIN_SETS, dtype=np.uint64)
         self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
         self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
         self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
         self.header: I64 = np.array([self.words, 1, 0], dtype=np.int64)
-        self.num_growths = 0  # how often arrays have become others
+        self._changes = changes or Changes()
 
     def __len__(self) -> int:
         """Number of distinct sets in use, the empty one not counted."""
@@ -41,8 +42,14 @@ class HolderSets:
         """Bytes of memory of all arrays."""
         return int(self.bits.nbytes + self.meta.nbytes + self.intern.nbytes)
 
+    @property
+    def num_members(self) -> I64:
+        """int64[sets], how many holders each set has."""
+        as_bits = np.unpackbits(self.bits.view(np.uint8)).reshape(-1, 64 * self.words)
+        return np.asarray(as_bits.sum(axis=1, dtype=np.int64))
+
     def reserve(self, holder: int, num_changes: int) -> None:
-        """Make room for the holder's number and for as many new sets as rows may need.
+        """Make room for the holder's number and for as many new sets as runs may need.
 
         Each set in use, and the empty one, turns into at most one new set.
         """
@@ -52,26 +59,6 @@ class HolderSets:
         capacity = len(self.meta) // 2
         if len(self) + num_new + 2 > capacity:
             self._grow(max(2 * capacity, len(self) + num_new + 2))
-
-    def add(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
-        """Returns which rows did not have the holder before."""
-        changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.add_holder(holder, rows, set_of_row, *self.arrays, changed)
-        return changed.view(np.bool_)
-
-    def drop(self, holder: int, rows: U64, set_of_row: U32) -> Mask:
-        """Returns which rows had the holder."""
-        changed = np.empty(len(rows), dtype=np.uint8)
-        kernels.drop_holder(holder, rows, set_of_row, *self.arrays, changed)
-        return changed.view(np.bool_)
-
-    def rows_of(self, holder: int, set_of_row: U32) -> U64:
-        """The rows whose set has the holder, ascending."""
-        if holder >= 64 * self.words:
-            return np.empty(0, dtype=np.uint64)
-        rows = np.empty(len(set_of_row), dtype=np.uint64)
-        num_rows = kernels.rows_of_holder(holder, set_of_row, self.bits, self.words, rows)
-        return rows[:num_rows].copy()
 
     def any_of(self, holders: list[int]) -> Mask:
         """bool[sets]: which sets have any of the holders."""
@@ -85,13 +72,17 @@ class HolderSets:
                 mask[holder // 64] |= np.uint64(1 << (holder % 64))
         return mask
 
-    def check(self, set_of_row: U32) -> None:
-        """Counts, interning and the free list agree; raises IndexCorruptError."""
-        used, num_rows = np.unique(set_of_row[set_of_row != 0], return_counts=True)
-        if not np.array_equal(self.meta[1::2][used], num_rows.astype(np.uint64)):
-            raise IndexCorruptError("sets: a set counts other rows than it has")
-        if len(used) != len(self) or set(self.intern[self.intern != 0]) != set(used):
-            raise IndexCorruptError("sets: what is interned is not what rows have")
+    def check(self, set_of_run: I64) -> None:
+        """Counts, interning and the free list agree; raises IndexCorruptError.
+
+        set_of_run: the set of each run that has one.
+        """
+        used, num_runs = np.unique(set_of_run[set_of_run != 0], return_counts=True)
+        if not np.array_equal(self.meta[1::2][used], num_runs.astype(np.uint64)):
+            raise IndexCorruptError("sets: a set counts other runs than it has")
+        interned = np.sort(self.intern[self.intern != 0])
+        if len(used) != len(self) or not np.array_equal(interned, used):
+            raise IndexCorruptError("sets: what is interned is not what runs have")
         members = self.bits.reshape(-1, self.words)[used]
         if len(np.unique(members, axis=0)) != len(used) or not members.any(axis=1).all():
             raise IndexCorruptError("sets: two sets with the same members, or an empty one")
@@ -114,7 +105,7 @@ class HolderSets:
         wide[:, : self.words] = self.bits.reshape(-1, self.words)
         self.bits, self.words = wide.reshape(-1), words
         self.header[kernels.WORDS] = words
-        self.num_growths += 1
+        self._changes.count += 1
 
     def _grow(self, capacity: int) -> None:
         old = len(self.meta) // 2
@@ -127,4 +118,4 @@ class HolderSets:
         self.meta = np.concatenate([self.meta, fresh])
         self.intern = np.zeros(int(capacity / _MAX_LOAD), dtype=np.uint32)
         kernels.reintern(self.words, capacity, self.meta, self.intern)
-        self.num_growths += 1
+        self._changes.count += 1

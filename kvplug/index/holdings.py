@@ -1,197 +1,265 @@
 """The relation block x holder, in arrays.
 
-In:  sequence hashes and a holder number.   Out: who holds which leading blocks, as segments.
+In:  sequence hashes and a holder number.   Out: who holds which leading blocks of a request.
 
-Each held block has a row, numbered from 1:
+    table    sequence hash -> place: the run of the block, and its depth     kernels/table.py
+    runs     blocks in a row with one set of holders: the set, the namespace  kernels/runs.py
+    sets     interned sets of holders                                        kernels/holders.py
+    copies   (hash, holder) -> copies above the first one: engines store a block twice and remove
+             it twice
 
-    table              sequence hash -> row                    kernels/table.py
-    hash_of_row[row]   its sequence hash, for removal
-    set_of_row[row]    number of its set of holders, 0 = free  kernels/holders.py
-    seed_of_row[row]   the seed of its namespace, for blocks that follow it
-    copies             (holder, row) -> copies above the first one: engines store a block twice
-                       and remove it twice
-
-A block that nobody holds has no row; its number is used again.
+docs/index-implementation.md shows them with numbers. A block that nobody holds is in no table.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
+from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
-from kvplug.kernels import matching
+from kvplug.index.run_table import RunTable
+from kvplug.kernels import checking, matching, runs, storing
 
 U64 = npt.NDArray[np.uint64]
-U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
 
-_MIN_ROWS = 64
-_HOLDER_SHIFT = np.uint64(32)
+NAMELESS: U64 = np.zeros(0, dtype=np.uint64)
+"""No table of names, or every holder in the domain."""
 
 
-class Segments(NamedTuple):
-    """Runs of a request's leading blocks with the same holders.
+class Readers(NamedTuple):
+    """Who is behind each holder, and what its copies are worth: kernels/matching.py, Holders."""
 
-    ends: int64[n], where each run ends (exclusive, in blocks); sets: int64[n], its set number.
+    owner: I64
+    readers: I64
+    credits: F64
+
+
+def one_rank_per_holder(num_ranks: int) -> Readers:
+    """Holder h is rank h, with everything on its device."""
+    owner = matching.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
+    return Readers(owner, NO_POOLS, np.ones(matching.NUM_MASKS + num_ranks))
+
+
+def credits_of(classes: list[float], worth: F64) -> F64:
+    """Readers.credits: a block counts by its best class; `worth` is by rank."""
+    best = [
+        max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
+        for has in range(matching.NUM_MASKS)
+    ]
+    return np.concatenate([best, worth])
+
+
+class Stretch(NamedTuple):
+    """Consecutive blocks of a sequence.
+
+    hashes: uint64[n], sequence hashes; parent: that of the block before the first, 0 at the start;
+    seed: of their namespace; names: uint64[n], engine hashes, none if nobody names them.
     """
 
-    ends: I64
-    sets: I64
+    hashes: U64
+    parent: int = 0
+    seed: int = 0
+    names: U64 = NAMELESS
+
+
+class Held(NamedTuple):
+    """What each rank holds of a request.
+
+    reach: int64[NUM_REACHES, ranks], leading blocks by reach (kernels/matching.py, REACHES);
+    credit: float64[ranks], what they are worth; num_blocks: how many leading blocks anyone holds.
+    """
+
+    reach: I64
+    credit: F64
+    num_blocks: int
 
 
 class Holdings:
-    """store, drop and match; arrays only. Kernels change them, too (kernels/blocks.py)."""
+    """store, copy, drop and overlap; arrays only. Kernels change them, too."""
 
-    def __init__(self) -> None:
-        self.table = HashTable()
-        self.sets = HolderSets()
-        self.copies = HashTable()
-        self.hash_of_row: U64 = np.zeros(_MIN_ROWS, dtype=np.uint64)
-        self.set_of_row: U32 = np.zeros(_MIN_ROWS, dtype=np.uint32)
-        self.seed_of_row: U64 = np.zeros(_MIN_ROWS, dtype=np.uint64)
-        self.free_rows: U64 = np.arange(_MIN_ROWS - 1, 0, -1).astype(np.uint64)
-        self.num_free: I64 = np.array([_MIN_ROWS - 1], dtype=np.int64)
-        self._num_growths = 0
+    def __init__(self, changes: Changes | None = None) -> None:
+        self.table = HashTable(changes)
+        self.copies = HashTable(changes)
+        self.runs = RunTable(changes)
+        self.sets = HolderSets(changes)
+        self._slots: U64 = np.empty(0, dtype=np.uint64)
+        self._scratch: I64 = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
         return len(self.table)
 
     @property
-    def num_growths(self) -> int:
-        """How often arrays have become others, by growing."""
-        parts = self.table.num_growths + self.copies.num_growths + self.sets.num_growths
-        return self._num_growths + parts
+    def arrays(self) -> tuple[Any, ...]:
+        """All arrays, as kernels/residency.py names them."""
+        bits, meta, intern, header = self.sets.arrays
+        return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
-        parts = (self.hash_of_row, self.set_of_row, self.seed_of_row, self.free_rows)
-        tables = self.table.nbytes + self.copies.nbytes + self.sets.nbytes
-        return tables + sum(int(part.nbytes) for part in parts)
+        tables = self.table.nbytes + self.copies.nbytes
+        return tables + self.runs.nbytes + self.sets.nbytes + int(self._slots.nbytes)
 
-    def store(self, holder: int, sequence_hashes: U64) -> tuple[U64, int]:
-        """The holder has one more copy of each block.
+    @property
+    def num_memberships(self) -> int:
+        """Pairs of a block and a holder that has it."""
+        sets = self.runs.column(runs.SET)[self.runs.is_live].astype(np.int64)
+        return int((self.runs.num_blocks[self.runs.is_live] * self.sets.num_members[sets]).sum())
 
-        Returns the row of each block and how many blocks the holder did not have before.
+    def reserve(self, holder: int, num_blocks: int) -> None:
+        """Make room for an event of the holder."""
+        self.table.reserve(num_blocks)
+        self.copies.reserve(num_blocks)
+        self.runs.reserve(num_blocks)
+        self.sets.reserve(holder, num_blocks)
+        if num_blocks > len(self._slots):
+            self._slots = np.empty(2 * num_blocks, dtype=np.uint64)
+
+    def store(
+        self, holder: int, stretch: Stretch, domain: tuple[U64, U64] = (NAMELESS, NAMELESS)
+    ) -> int | None:
+        """The holder has one more copy of consecutive blocks.
+
+        `domain`: slots and members of the table of their names, if they have names. Returns how
+        many blocks the holder did not have before; None, and nothing done, if names and contents
+        do not go together.
         """
-        rows = self._rows_for(sequence_hashes)
-        return rows, self.store_rows(holder, rows)
+        hashes = stretch.hashes
+        self.reserve(holder, len(hashes))
+        parent, seed = np.uint64(stretch.parent), np.uint64(stretch.seed)
+        event = holder, parent, seed, stretch.names, hashes, self._slots
+        num_new = storing.store_blocks(*event, *domain, *self.arrays)
+        return None if num_new == storing.CONFLICT else int(num_new)
 
-    def store_rows(self, holder: int, rows: U64) -> int:
-        """As `store`, for blocks that have rows; returns how many the holder did not have."""
-        self.sets.reserve(holder, len(rows))
-        was_new = self.sets.add(holder, rows, self.set_of_row)
-        if not was_new.all():
-            self.copies.count_up(_copy_keys(holder, rows[~was_new]))
-        return int(was_new.sum())
+    def copy(self, holder: int, sequence_hashes: U64) -> int:
+        """As `store`, for blocks that somebody has; returns how many the holder did not have."""
+        self.reserve(holder, len(sequence_hashes))
+        return int(storing.copy_blocks(holder, sequence_hashes, self._slots, *self.arrays))
 
-    def drop(self, holder: int, rows: U64) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """The holder has one copy less of each block; rows may repeat.
+    def drop(self, holder: int, sequence_hashes: U64) -> int:
+        """The holder has one copy less of each block; returns how many it has no more."""
+        self.reserve(holder, len(sequence_hashes))
+        return int(storing.drop_hashes(holder, sequence_hashes, *self.arrays))
 
-        Returns two masks over the rows: which blocks the holder had, and which it has no more.
+    def drop_named(self, holder: int, names: U64, domain: tuple[U64, U64]) -> int:
+        """As `drop`, by engine hashes; returns how many the holder had."""
+        self.reserve(holder, len(names))
+        became = np.empty(len(names), dtype=np.uint8)
+        return int(storing.drop_named(holder, names, became, *domain, *self.arrays))
+
+    def seed_of(self, sequence_hash: int) -> int:
+        """The seed of a block's namespace."""
+        place = self.table.find(np.array([sequence_hash], dtype=np.uint64))
+        return int(self.runs.column(runs.SEED)[place & np.uint64(0xFFFFFFFF)][0])
+
+    def which_held(self, sequence_hashes: U64, holders: list[int]) -> Mask:
+        """bool[blocks], whether any of the holders has the block."""
+        held = np.empty(len(sequence_hashes), dtype=np.uint8)
+        mask, words = self.sets.mask_of(holders), self.sets.words
+        storing.which_held(
+            sequence_hashes, mask, words, self.table.slots, self.runs.words, self.sets.bits, held
+        )
+        return held.view(np.bool_)
+
+    def overlap(self, sequence_hashes: U64, readers: Readers, num_ranks: int) -> Held:
+        """What each rank holds of a request."""
+        reach = np.empty((matching.NUM_REACHES, num_ranks), dtype=np.int64)
+        credit = np.empty(num_ranks)
+        num_blocks = matching.overlap(
+            sequence_hashes, self.table.slots, self.runs.words, self.sets.bits, self.sets.words,
+            *readers, self._scratch_for(readers, num_ranks), reach.reshape(-1), credit,
+        )  # fmt: skip
+        return Held(reach, credit, int(num_blocks))
+
+    def overlap_many(
+        self, sequence_hashes: U64, ends: I64, readers: Readers, num_ranks: int
+    ) -> tuple[I64, F64]:
+        """What each rank holds of many requests: int64[requests, NUM_REACHES, ranks] and credit,
+        float64[requests, ranks]; request i has the hashes up to ends[i].
         """
-        kept = np.zeros(len(rows), dtype=np.bool_)
-        if len(self.copies):
-            kept = self.copies.count_down(_copy_keys(holder, rows))
-        gone = np.zeros(len(rows), dtype=np.bool_)
-        gone[~kept] = self._remove(holder, rows[~kept])
-        return kept | gone, gone
+        reach = np.empty((len(ends), matching.NUM_REACHES, num_ranks), dtype=np.int64)
+        credit = np.empty((len(ends), num_ranks))
+        matching.overlap_many(
+            sequence_hashes, ends, self.table.slots, self.runs.words, self.sets.bits,
+            self.sets.words, *readers, self._scratch_for(readers, num_ranks),
+            reach.reshape(-1), credit.reshape(-1),
+        )  # fmt: skip
+        return reach, credit
 
-    def rows_of(self, holder: int) -> U64:
-        """The rows of the blocks that the holder has."""
-        return self.sets.rows_of(holder, self.set_of_row)
-
-    def find(self, sequence_hashes: U64) -> U64:
-        """The row of each block, 0 where nobody holds it."""
-        return self.table.find(sequence_hashes)
-
-    def match(self, sequence_hashes: U64) -> Segments:
-        """Segments of the leading blocks that anybody holds."""
-        rows = self.table.find_prefix(sequence_hashes)
-        ends = np.empty(len(rows), dtype=np.int64)
-        sets = np.empty(len(rows), dtype=np.int64)
-        num_segments = matching.segments(rows, self.set_of_row, ends, sets)
-        return Segments(ends[:num_segments], sets[:num_segments])
-
-    def num_copies(self, holder: int, rows: U64) -> U64:
-        """How many copies of each block the holder has, at least 1 for those that it has."""
-        return self.copies.find(_copy_keys(holder, rows)) + np.uint64(1)
+    def _scratch_for(self, readers: Readers, num_ranks: int) -> I64:
+        num_words = 4 * num_ranks + len(readers.owner)
+        if num_words != len(self._scratch):
+            self._scratch = np.empty(num_words, dtype=np.int64)
+        return self._scratch
 
     def check(self) -> None:
-        """Every invariant of the docstring; raises IndexCorruptError."""
+        """Every invariant of these arrays; raises IndexCorruptError."""
         self.table.check()
         self.copies.check()
-        self.sets.check(self.set_of_row)
-        hashes, rows = self.table.items()
-        if not np.array_equal(self.hash_of_row[rows], hashes):
-            raise IndexCorruptError("holdings: a row does not carry the hash that leads to it")
-        if np.count_nonzero(self.set_of_row) != len(rows) or not self.set_of_row[rows].all():
-            raise IndexCorruptError("holdings: a row without holders, or holders without a row")
-        self._check_free_rows(rows)
-        self._check_copies()
+        self._check_runs()
+        self._check_places()
+        num_copied = checking.count_copied(
+            self.copies.slots, self.table.slots, self.runs.words, self.sets.bits, self.sets.words
+        )
+        if num_copied != len(self.copies):
+            raise IndexCorruptError("holdings: copies of a block that the holder has not")
 
-    def _check_free_rows(self, used: U64) -> None:
-        free = self.free_rows[: self.num_free[0]]
-        everything = np.sort(np.concatenate([free, used]))
-        expected = np.arange(1, len(self.hash_of_row), dtype=np.uint64)
-        if not np.array_equal(everything, expected):
-            raise IndexCorruptError("holdings: a row is neither used nor free, or both")
+    def _check_runs(self) -> None:
+        live = self.runs.is_live
+        if int(live.sum()) != len(self.runs):
+            raise IndexCorruptError("runs: counted others than there are")
+        sets = self.runs.column(runs.SET)[live].astype(np.int64)
+        if not sets.all():
+            raise IndexCorruptError("runs: a run that nobody has")
+        self.sets.check(sets)
+        numbers = np.flatnonzero(live).astype(np.uint64)
+        links = self.runs.column(runs.LINKS)
+        above, low, shift = (
+            links[live] & np.uint64(0xFFFFFFFF),
+            np.uint64(0xFFFFFFFF),
+            np.uint64(32),
+        )
+        linked = above != 0
+        if not np.array_equal(links[above[linked]] >> shift, numbers[linked]):
+            raise IndexCorruptError("runs: a run above does not name the run below")
+        below = links[live] >> shift
+        linked = below != 0
+        if not np.array_equal(links[below[linked]] & low, numbers[linked]):
+            raise IndexCorruptError("runs: a run below does not name the run above")
 
-    def _check_copies(self) -> None:
-        keys, _ = self.copies.items()
-        for holder in np.unique(keys >> _HOLDER_SHIFT):
-            rows = keys[keys >> _HOLDER_SHIFT == holder] & np.uint64(0xFFFFFFFF)
-            if not np.isin(rows, self.rows_of(int(holder))).all():
-                raise IndexCorruptError("holdings: copies of a block that the holder has not")
+    def _check_places(self) -> None:
+        live, column = self.runs.is_live, self.runs.column
+        spans = np.where(live, column(runs.END) + np.uint64(1) - column(runs.START), 0)
+        ends = np.cumsum(spans.astype(np.int64))
+        firsts, num_blocks = ends - spans.astype(np.int64), np.zeros(len(ends), dtype=np.int64)
+        seen = np.zeros(int(ends[-1]) // 8 + 1, dtype=np.uint8)
+        num_placed = checking.count_placed(
+            self.table.slots, self.runs.words, firsts, seen, num_blocks
+        )
+        if num_placed != len(self.table) or not np.array_equal(num_blocks, self.runs.num_blocks):
+            raise IndexCorruptError("runs: a block is not at its depth in its run, or not alone")
+        self._check_tails()
 
-    def _rows_for(self, sequence_hashes: U64) -> U64:
-        """The row of each block, a new one where nobody held it."""
-        self.reserve_rows(len(sequence_hashes))
-        end = int(self.num_free[0])
-        fresh = self.free_rows[end - len(sequence_hashes) : end][::-1]
-        rows, num_taken = self.table.find_or_put(sequence_hashes, np.ascontiguousarray(fresh))
-        self.num_free -= num_taken
-        self.hash_of_row[rows] = sequence_hashes
-        return rows
-
-    def _remove(self, holder: int, rows: U64) -> npt.NDArray[np.bool_]:
-        self.sets.reserve(holder, len(rows))
-        gone = self.sets.drop(holder, rows, self.set_of_row)
-        self._free(np.unique(rows[gone & (self.set_of_row[rows] == 0)]))
-        return gone
-
-    def _free(self, rows: U64) -> None:
-        self.table.erase(self.hash_of_row[rows])
-        self.hash_of_row[rows] = 0
-        # Descending, so that they are taken again in ascending order: neighbours stay neighbours.
-        end = int(self.num_free[0])
-        self.free_rows[end : end + len(rows)] = rows[::-1]
-        self.num_free += len(rows)
-
-    def reserve_rows(self, num_more: int) -> None:
-        """Make room, so that as many rows are free."""
-        num_free, old = int(self.num_free[0]), len(self.hash_of_row)
-        if num_free >= num_more:
-            return
-        new = max(old + old // 2, old + num_more)
-        self.hash_of_row = np.concatenate([self.hash_of_row, np.zeros(new - old, np.uint64)])
-        self.set_of_row = np.concatenate([self.set_of_row, np.zeros(new - old, np.uint32)])
-        self.seed_of_row = np.concatenate([self.seed_of_row, np.zeros(new - old, np.uint64)])
-        # The stack of free rows: fresh ones below, in descending order, so that blocks of one
-        # chain get neighbouring rows and a match reads memory in order.
-        fresh = np.arange(new - 1, old - 1, -1).astype(np.uint64)
-        padding = np.zeros(old - num_free, dtype=np.uint64)
-        self.free_rows = np.concatenate([fresh, self.free_rows[:num_free], padding])
-        self.num_free += len(fresh)
-        self._num_growths += 1
-
-
-def _copy_keys(holder: int, rows: U64) -> U64:
-    # Rows are numbered in 32 bits (set_of_row has fewer than 2**32 entries).
-    return np.uint64(holder << 32) | rows
+    def _check_tails(self) -> None:
+        low, live = np.uint64(0xFFFFFFFF), self.runs.is_live
+        tails, ends = self.runs.column(runs.TAIL), self.runs.column(runs.END)
+        known = np.flatnonzero(live & (tails != 0)).astype(np.uint64)
+        places = self.table.find(np.ascontiguousarray(tails[known]))
+        if not np.array_equal(places, known | (ends[known] << np.uint64(32))):
+            raise IndexCorruptError("runs: a run does not end with its last block")
+        parents, starts = self.runs.column(runs.PARENT), self.runs.column(runs.START)
+        known = np.flatnonzero(live & (parents != 0)).astype(np.uint64)
+        places = self.table.find(np.ascontiguousarray(parents[known]))
+        held = places & low != 0
+        if not np.array_equal(places[held] >> np.uint64(32), starts[known][held] - np.uint64(1)):
+            raise IndexCorruptError("runs: a run does not begin behind its parent")

@@ -10,6 +10,7 @@ one that the kernel may change. A wrong dtype is refused with a TypeError; scala
 so callers check them. With NUMBA_DISABLE_JIT=1 every kernel is the plain Python function.
 """
 
+import threading
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +20,12 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core.caching import NullCache
 from numba.extending import intrinsic
 
 __all__ = [
-    "b1", "f8", "fold_multiply", "i4", "i8", "inlined", "kernel", "prefetch", "reads", "u1", "u4",
-    "u8", "void", "writes",
+    "b1", "compile_all", "f8", "fold_multiply", "i4", "i8", "inlined", "inlined_allocating",
+    "kernel", "load_u64", "prefetch", "reads", "trailing_zeros", "u1", "u4", "u8", "void", "writes",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -51,9 +53,12 @@ def writes(dtype: Any) -> Any:
 
 
 def kernel(
-    signature: Any, *, releases_gil: bool = False
+    signature: Any, *, releases_gil: bool = False, allocates: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compile at import for exactly this signature.
+    """Compile for exactly this signature, when first called or by `compile_all`.
+
+    Only one that `allocates` may make arrays: the others do not count references to arrays, which
+    is half of the time of a kernel that hands many of them to its parts.
 
     The GIL is kept unless `releases_gil`: a kernel of microseconds would lose more to the thread
     that takes it meanwhile than it could win. Without a writable cache directory (a read-only
@@ -61,21 +66,55 @@ def kernel(
     start and nothing later.
     """
 
-    def compile_(function: Callable[P, R]) -> Callable[P, R]:
+    def prepare(function: Callable[P, R]) -> Callable[P, R]:
         if numba.config.DISABLE_JIT:
             return np.errstate(over="ignore")(function)  # u64 wraps on purpose
+        options = {"nogil": releases_gil, "_nrt": allocates}
         try:
-            dispatcher = numba.njit(cache=True, nogil=releases_gil)(function)
+            dispatcher = numba.njit(cache=True, **options)(function)
             # Numba asks the age of one file whether cached code is still good; kernels are made of
             # parts of several.
             dispatcher._cache._cache_file._source_stamp = _STAMP
-            dispatcher.compile(signature)
-            dispatcher.disable_compile()
-            return cast("Callable[P, R]", dispatcher)
-        except (RuntimeError, OSError):
-            return cast("Callable[P, R]", numba.njit(signature, nogil=releases_gil)(function))
+        except RuntimeError:
+            dispatcher = numba.njit(**options)(function)
+        _compile_late(dispatcher, signature)
+        return cast("Callable[P, R]", dispatcher)
 
-    return compile_
+    return prepare
+
+
+_WAITING: dict[Any, Any] = {}
+_COMPILING = threading.Lock()
+
+
+def _compile_late(dispatcher: Any, signature: Any) -> None:
+    def compile_for(*_: Any, **__: Any) -> Any:
+        _compile(dispatcher)
+        return dispatcher  # which is called with the arguments then
+
+    _WAITING[dispatcher] = signature
+    dispatcher._compile_for_args = compile_for  # what Numba asks if no compiled code fits
+
+
+def _compile(dispatcher: Any) -> None:
+    with _COMPILING:
+        signature = _WAITING.get(dispatcher)
+        if signature is None:
+            return
+        try:
+            dispatcher.compile(signature)
+        except OSError:  # the cache directory is there, but full or read-only
+            dispatcher._cache = NullCache()
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        del dispatcher._compile_for_args
+        del _WAITING[dispatcher]
+
+
+def compile_all() -> None:
+    """Compile every kernel that is imported, so that no first call waits for it."""
+    for dispatcher in list(_WAITING):
+        _compile(dispatcher)
 
 
 def _stamp_of_sources() -> str:
@@ -88,7 +127,12 @@ _STAMP = _stamp_of_sources()
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """A part of kernels of the same file, compiled into each that calls it."""
-    return cast("Callable[P, R]", numba.njit(function))
+    return cast("Callable[P, R]", numba.njit(_nrt=False, forceinline=True)(function))
+
+
+def inlined_allocating(function: Callable[P, R]) -> Callable[P, R]:
+    """As `inlined`, for a part that makes arrays; it gives none back to one that does not."""
+    return cast("Callable[P, R]", numba.njit(_nrt=True)(function))
 
 
 def _fold_multiply_twin(a: Any, b: Any) -> Any:
@@ -129,11 +173,45 @@ def _prefetch(typing_context: Any, array: Any, at: Any) -> Any:
     return void(array, u8), generate
 
 
+def _trailing_zeros_twin(word: Any) -> Any:
+    return np.uint64((int(word) & -int(word)).bit_length() - 1)
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _trailing_zeros(typing_context: Any, word: Any) -> Any:
+    """The number of the lowest set bit of a word that is not 0: one machine instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return u8(u8), generate
+
+
+def _load_u64_twin(data: Any, at: Any) -> Any:
+    return np.uint64(int.from_bytes(data[int(at) : int(at) + 8].tobytes(), "little"))
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _load_u64(typing_context: Any, data: Any, at: Any) -> Any:
+    """Eight bytes from `at` on as one little-endian number; no bounds are checked."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bytes_ = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(bytes_, [args[1]]), ir.IntType(64).as_pointer())
+        return builder.load(address, align=1)
+
+    return u8(data, u8), generate
+
+
 def _prefetch_twin(array: Any, at: Any) -> None:
     """Nothing to compute."""
 
 
 prefetch: Callable[[Any, Any], None] = _prefetch_twin if numba.config.DISABLE_JIT else _prefetch
+trailing_zeros: Callable[[Any], Any] = (
+    _trailing_zeros_twin if numba.config.DISABLE_JIT else _trailing_zeros
+)
+load_u64: Callable[[Any, Any], Any] = _load_u64_twin if numba.config.DISABLE_JIT else _load_u64
 
 # Numba has no 128-bit integers, and intrinsics do not exist without JIT.
 fold_multiply: Callable[[Any, Any], Any] = (

@@ -1,9 +1,10 @@
-"""Records of events to changed arrays of the index: the plain events of a run, in one call.
+"""Many events of one rank to changed arrays of the index, in one call.
 
-In:  records of one rank (kernels/wire.py), and every array of the index.
-Out: the arrays changed as kvplug/index/block_index.py changes them event by event, and how far it
-came. An event that needs a decision (an unknown parent, names that conflict, a clear, another
-block size) or more room is not begun: the caller does what it takes and calls again.
+In:  records of plain events (kernels/wire.py) or packed events (kvplug/packed.py), and every array
+     of the index.   Out: the arrays changed as kvplug/index/block_index.py changes them event by
+event, and how far it came. An event that needs a decision (an unknown parent, names that conflict,
+a clear, another block size, a form that is not read here) or more room is not begun: the caller
+does what it takes and calls again.
 
 Made of parts of other kernel files: a step per file would pass over the blocks of an event five
 times and cross from Python as often. Twin: BlockIndex.apply.
@@ -14,21 +15,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import wire
-from kvplug.kernels._jit import i8, inlined, kernel, prefetch, reads, u1, u4, u8, writes
-from kvplug.kernels.blocks import Rows, Sets, copy_key, drop_row, is_held_in_domain
+from kvplug.kernels import msgpack, runs, wire
+from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u1, u4, u8, writes
 from kvplug.kernels.hashing import chain, fill_block_hashes
-from kvplug.kernels.holders import change, contains
-from kvplug.kernels.table import (
-    Table,
-    capacity_of,
-    delete,
-    find_slot,
-    home_of,
-    insert,
-    put_slot,
-    value_of,
+from kvplug.kernels.residency import (
+    NOT_HELD,
+    Blocks,
+    Names,
+    claim,
+    has_room,
+    hash_of_name,
+    hold,
+    leave_holder,
+    touch_slots,
 )
+from kvplug.kernels.table import delete, num_entries, value_of
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -40,234 +41,147 @@ Index = int | np.int64
 DONE, NEEDS_ROOM, NEEDS_DECISION = 0, 1, 2
 # out_counts
 NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
-NUM_COUNTS = 3
+WHY, NUM_WANTED, POSITION = 3, 4, 5
+NUM_COUNTS = 6
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
-_0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
-_NO_ROW = np.uint64(0)
-_ROWED, _NAMED = np.uint8(1), np.uint8(2)  # what _name_rows did for a block
+VERSION = 1  # kvplug/packed.py
+_0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
+_BLOCKS = (writes(u8), writes(u8), writes(u8), writes(u8), writes(u8), writes(u4), writes(i8))
+_REST = (writes(u8), reads(u8), *_BLOCKS, writes(u8), writes(u8), reads(u1), writes(i8))
 
 
 class _Scratch(NamedTuple):
     """Room for the blocks of one event."""
 
     hashes: U64
-    rows: U64
-    flags: Bytes
+    names: U64
+    at: U64
+
+
+class _Index(NamedTuple):
+    """What an event changes. `expected`: the table of kvplug/index/expiring.py."""
+
+    blocks: Blocks
+    names: Names
+    expected: U64
+    mark: np.uint64
 
 
 @inlined
-def _count_copy(copies: Table, key: np.uint64) -> None:
-    at = find_slot(copies.slots, key, capacity_of(copies.slots))
-    count = copies.slots[_2 * at + _1]
-    put_slot(copies.slots, at, key, count + _1)
-    copies.size[0] += count == _0
+def _scratch(words: U64) -> _Scratch:
+    third = len(words) // 3
+    return _Scratch(words[:third], words[third : 2 * third], words[2 * third : 3 * third])
 
 
 @inlined
-def _take_copy(copies: Table, key: np.uint64) -> bool:
-    """Whether there was a copy above the first, which is one less now."""
-    at = find_slot(copies.slots, key, capacity_of(copies.slots))
-    count = copies.slots[_2 * at + _1]
-    if count == _0:
-        return False
-    if count == _1:
-        delete(copies, key)
-    else:
-        put_slot(copies.slots, at, key, count - _1)
-    return True
+def _parent_hash(index: _Index, name: np.uint64) -> np.uint64:
+    return hash_of_name(index.names, name)
 
 
 @inlined
-def _has_room(table: Table, num_more: Index) -> bool:
-    # The load of kvplug/index/hash_table.py.
-    return bool(4 * (table.size[0] + num_more + 1) <= 3 * (len(table.slots) // 2))
-
-
-@inlined
-def _sequence_hashes(tokens: U32, size: int, parent: np.uint64, rows: Rows, out: U64) -> None:
-    """The hashes of an event's blocks, behind row `parent` (0: the start of a sequence)."""
-    fill_block_hashes(tokens, size, _BASE_SEED if parent == _NO_ROW else rows.seeds[parent], out)
-    before = rows.hashes[parent]
-    for i in range(len(out)):
-        if i > 0 or parent != _NO_ROW:
-            out[i] = chain(before, out[i], _BASE_SEED)
-        before = out[i]
-
-
-@inlined
-def _touch(table: Table, keys: U64) -> None:
-    """Have the slots of all keys on their way from memory at once, not one after the other."""
-    capacity = capacity_of(table.slots)
-    for i in range(len(keys)):
-        prefetch(table.slots, _2 * home_of(keys[i], capacity))
-
-
-@inlined
-def _find_rows(
-    names: U64, hashes: U64, table: Table, domain: Table, rows: Rows, sets: Sets, out: U64
-) -> bool:
-    """The row of each block, 0 for a new one; False if a name and a content do not go together."""
-    for i in range(len(names)):
-        named, held = value_of(domain, names[i]), value_of(table, hashes[i])
-        if named != held:
-            unnamed = named == _NO_ROW and not is_held_in_domain(sets, np.int64(rows.sets[held]))
-            if not unnamed:
-                return False
-        out[i] = held
-    return True
-
-
-@inlined
-def _take_back(names: U64, table: Table, domain: Table, rows: Rows, at: U64, done: Bytes) -> None:
-    """Undo _name_rows for the blocks that got a row or a name there, the last ones first."""
-    for i in range(len(done) - 1, -1, -1):
-        if done[i] & _NAMED != 0:
-            delete(domain, names[i])
-        if done[i] & _ROWED != 0:
-            delete(table, rows.hashes[at[i]])
-            rows.hashes[at[i]] = _0
-            rows.num_free[0] += 1
-
-
-@inlined
-def _take_row(block_hash: np.uint64, seed: np.uint64, table: Table, rows: Rows) -> np.uint64:
-    """A new row for a block, 0 if its hash has one."""
-    row = np.uint64(rows.free[rows.num_free[0] - 1])
-    if not insert(table, block_hash, row):
-        return _NO_ROW
-    rows.num_free[0] -= 1
-    rows.hashes[row], rows.seeds[row] = block_hash, seed
-    return row
-
-
-@inlined
-def _name_rows(
-    names: U64, hashes: U64, seed: np.uint64,
-    table: Table, domain: Table, rows: Rows, out: U64, out_done: Bytes,
+def _hold(
+    index: _Index, holder: Index, event_names: U64, hashes: U64, at: U64,
+    parent: np.uint64, seed: np.uint64,
 ) -> bool:  # fmt: skip
-    """Give every block a row and the row its name; False, and nothing done, if one comes twice."""
-    for i in range(len(names)):
-        out_done[i] = 0
-        if out[i] == _NO_ROW:
-            out[i] = _take_row(hashes[i], seed, table, rows)
-            out_done[i] = _ROWED if out[i] != _NO_ROW else 0
-        if out[i] != _NO_ROW and insert(domain, names[i], out[i]):
-            out_done[i] |= _NAMED
-        elif out[i] == _NO_ROW or value_of(domain, names[i]) != out[i]:
-            _take_back(names, table, domain, rows, out, out_done[: i + 1])
-            return False
-    return True
-
-
-@inlined
-def _add_holder(
-    holder: Index, mark: np.uint64, hashes: U64, at: U64, flags: Bytes,
-    copies: Table, speculative: Table, rows: Rows, sets: Sets,
-) -> None:  # fmt: skip
-    num_new = change(
-        True, holder, at, rows.sets, sets.bits, sets.meta, sets.intern, sets.header, flags
-    )
-    if num_new < len(at):
-        for i in range(len(at)):
-            if flags[i] == 0:
-                _count_copy(copies, copy_key(holder, at[i]))
-    if speculative.size[0] > 0:
+    """The holder stores blocks behind the one with hash `parent`; False if that is a conflict."""
+    blocks, place = index.blocks, _0
+    if parent != _0:
+        place = value_of(blocks.table, parent)
+        seed = runs.get(blocks.runs, runs.run_of(place), runs.SEED)
+    depth = _0 if parent == _0 else runs.depth_of(place) + _1
+    touch_slots(blocks.table, hashes)
+    touch_slots(index.names.slots, event_names)
+    if not claim(blocks, index.names, event_names, hashes, depth, at):
+        return False
+    hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
+    if num_entries(index.expected) != _0:
         for i in range(len(hashes)):
-            delete(speculative, hashes[i] ^ mark)
-
-
-@inlined
-def _store(
-    record: I64, parent: np.uint64, names: U64, tokens: U32, holder: Index, mark: np.uint64,
-    table: Table, domain: Table, copies: Table, speculative: Table,
-    rows: Rows, sets: Sets, scratch: _Scratch,
-) -> bool:  # fmt: skip
-    """False, and nothing done, if the event needs a decision."""
-    parent_row = value_of(domain, parent) if record[wire.HAS_PARENT] != 0 else _NO_ROW
-    if record[wire.HAS_PARENT] != 0 and parent_row == _NO_ROW:
-        return False
-    hashes, at = scratch.hashes[: len(names)], scratch.rows[: len(names)]
-    flags = scratch.flags[: len(names)]
-    _sequence_hashes(tokens, record[wire.BLOCK_SIZE], parent_row, rows, hashes)
-    _touch(table, hashes)
-    _touch(domain, names)
-    if not _find_rows(names, hashes, table, domain, rows, sets, at):
-        return False
-    seed = _BASE_SEED if parent_row == _NO_ROW else rows.seeds[parent_row]
-    if not _name_rows(names, hashes, seed, table, domain, rows, at, flags):
-        return False
-    _add_holder(holder, mark, hashes, at, flags, copies, speculative, rows, sets)
+            delete(index.expected, hashes[i] ^ index.mark)
     return True
 
 
 @inlined
-def _remove(
-    names: U64, holder: Index,
-    table: Table, domain: Table, copies: Table, rows: Rows, sets: Sets,
-) -> Index:  # fmt: skip
+def _drop(index: _Index, holder: Index, event_names: U64) -> Index:
     """Returns how many of the blocks the holder had."""
     num_removed = 0
-    for i in range(len(names)):
-        row = value_of(domain, names[i])
-        if row == _NO_ROW:
-            continue
-        if copies.size[0] > 0 and _take_copy(copies, copy_key(holder, row)):
-            num_removed += 1
-        elif contains(sets.bits, sets.header[0], np.int64(rows.sets[row]), holder):
-            drop_row(names[i], row, holder, table, domain, rows, sets)
-            num_removed += 1
+    last_run, last_source = runs.NO_RUN, runs.NO_RUN
+    touch_slots(index.names.slots, event_names)
+    for i in range(len(event_names)):
+        hash_ = hash_of_name(index.names, event_names[i])
+        if hash_ != _0:
+            became, last_run, last_source = leave_holder(
+                index.blocks, index.names, event_names[i], hash_, holder, last_run, last_source
+            )
+            num_removed += became != NOT_HELD
     return num_removed
 
 
 @inlined
-def _has_room_for(
-    num_blocks: Index, holder: Index, table: Table, domain: Table, copies: Table,
-    rows: Rows, sets: Sets, scratch: _Scratch,
+def _fits(index: _Index, holder: Index, num_blocks: Index, scratch: _Scratch) -> bool:
+    if num_blocks > len(scratch.at):
+        return False
+    return has_room(index.blocks, index.names, holder, num_blocks)
+
+
+@inlined
+def _stop(why: Index, num_blocks: Index, out_counts: I64) -> None:
+    out_counts[WHY], out_counts[NUM_WANTED] = why, num_blocks
+
+
+@inlined
+def _count_removed(num_blocks: Index, num_removed: Index, out_counts: I64) -> None:
+    out_counts[NUM_REMOVED] += num_removed
+    out_counts[NUM_UNKNOWN] += num_blocks - num_removed
+
+
+@inlined
+def _store_record(
+    index: _Index, record: I64, parent_name: np.uint64, event_names: U64, tokens: U32,
+    holder: Index, scratch: _Scratch,
 ) -> bool:  # fmt: skip
-    num_live = sets.header[2]
-    if holder >= 64 * sets.header[0] or num_blocks > len(scratch.rows):
-        return False
-    # kvplug/index/holder_sets.py: each set in use, and the empty one, turns into one new at most.
-    if num_live + min(num_blocks, num_live + 1) + 2 > len(sets.meta) // 2:
-        return False
-    in_tables = _has_room(table, num_blocks) and _has_room(domain, num_blocks)
-    return in_tables and _has_room(copies, num_blocks) and rows.num_free[0] >= num_blocks
+    """False, and nothing done, if the event needs a decision."""
+    n, parent, seed = len(event_names), _0, _BASE_SEED
+    if record[wire.HAS_PARENT] != 0:
+        parent = _parent_hash(index, parent_name)
+        if parent == _0:
+            return False
+        run = runs.run_of(value_of(index.blocks.table, parent))
+        seed = runs.get(index.blocks.runs, run, runs.SEED)
+    hashes, before = scratch.hashes[:n], parent
+    fill_block_hashes(tokens, record[wire.BLOCK_SIZE], seed, hashes)
+    for i in range(n):
+        if before != _0:
+            hashes[i] = chain(before, hashes[i], _BASE_SEED)
+        before = hashes[i]
+    return _hold(index, holder, event_names, hashes, scratch.at[:n], parent, seed)
 
 
 @kernel(
     i8(
         i8, i8, i8, i8, u8,
-        reads(i8), reads(u8), reads(u8), reads(u4), reads(i8),
-        writes(u8), writes(i8), writes(u8), writes(i8), writes(u8), writes(i8),
-        writes(u8), writes(i8),
-        writes(u8), writes(u4), writes(u8), writes(u8), writes(i8),
-        writes(u8), writes(u8), writes(u4), writes(i8), reads(u8),
-        writes(u8), writes(u8), writes(u1), reads(u1), writes(i8),
+        reads(i8), reads(u8), reads(u8), reads(u4), reads(i8), *_REST,
     ),
     releases_gil=True,
 )  # fmt: skip
 def apply_records(
     first: Index, last: Index, max_blocks: Index, block_size: Index, mark: np.uint64,
-    records: I64, parents: U64, names: U64, tokens: U32, holder_of_tier: I64,
-    table_slots: U64, table_size: I64, domain_slots: U64, domain_size: I64,
-    copies_slots: U64, copies_size: I64, speculative_slots: U64, speculative_size: I64,
-    hash_of_row: U64, set_of_row: U32, seed_of_row: U64, free_rows: U64, num_free: I64,
-    bits: U64, meta: U64, intern: U32, header: I64, in_domain: U64,
-    hashes: U64, rows: U64, flags: Bytes, is_wanted: Bytes, out_counts: I64,
+    records: I64, parents: U64, event_names: U64, tokens: U32, holder_of_tier: I64,
+    names: U64, members: U64,
+    table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
+    expected: U64, scratch_words: U64, is_wanted: Bytes, out_counts: I64,
 ) -> Index:  # fmt: skip
     """Apply records first..last; returns the number of the first that was not applied.
 
     Ends early once `max_blocks` blocks are done, or after the event at hand when another thread has
-    set is_wanted[0]. `mark` is the rank's in the speculative table.
-    out_counts has [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN] added up, and behind them why it ended.
+    set is_wanted[0]. `mark` is the rank's in the table of expected blocks. out_counts:
+    [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN], WHY it ended, and NUM_WANTED: how many blocks the event
+    has for which there is no room.
     """
-    table, domain = Table(table_slots, table_size), Table(domain_slots, domain_size)
-    copies = Table(copies_slots, copies_size)
-    speculative = Table(speculative_slots, speculative_size)
-    columns = Rows(hash_of_row, set_of_row, seed_of_row, free_rows, num_free)
-    sets, scratch = Sets(bits, meta, intern, header, in_domain), _Scratch(hashes, rows, flags)
-    num_blocks = 0
-    out_counts[NUM_COUNTS] = DONE
+    blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
+    index = _Index(blocks, Names(names, members), expected, mark)
+    scratch, num_blocks = _scratch(scratch_words), 0
+    out_counts[:] = 0
+    runs.tick(run_words)
     for event in range(first, last):
         if num_blocks >= max_blocks or (num_blocks > 0 and is_wanted[0] != 0):
             return event
@@ -278,26 +192,160 @@ def apply_records(
             kind == wire.STORED and record[wire.BLOCK_SIZE] == block_size
         )
         if not fits or holder < 0:
-            out_counts[NUM_COUNTS] = NEEDS_DECISION
+            _stop(NEEDS_DECISION, n, out_counts)
             return event
-        if not _has_room_for(n, holder, table, domain, copies, columns, sets, scratch):
-            out_counts[NUM_COUNTS] = NEEDS_ROOM
+        if not _fits(index, holder, n, scratch):
+            _stop(NEEDS_ROOM, n, out_counts)
             return event
+        mine = event_names[start : start + n]
         if kind == wire.REMOVED:
-            num_removed = _remove(
-                names[start : start + n], holder, table, domain, copies, columns, sets
-            )
-            out_counts[NUM_REMOVED] += num_removed
-            out_counts[NUM_UNKNOWN] += n - num_removed
+            _count_removed(n, _drop(index, holder, mine), out_counts)
         else:
             token = record[wire.FIRST_TOKEN]
-            if not _store(
-                record, parents[event], names[start : start + n],
-                tokens[token : token + record[wire.NUM_TOKENS]], holder, mark,
-                table, domain, copies, speculative, columns, sets, scratch,
-            ):  # fmt: skip
-                out_counts[NUM_COUNTS] = NEEDS_DECISION
+            its_tokens = tokens[token : token + record[wire.NUM_TOKENS]]
+            if not _store_record(index, record, parents[event], mine, its_tokens, holder, scratch):
+                _stop(NEEDS_DECISION, n, out_counts)
                 return event
             out_counts[NUM_STORED] += n
         num_blocks += n
     return last
+
+
+class _Packed(NamedTuple):
+    """An event of kvplug/packed.py; kind -1: not read here. Byte strings by their positions."""
+
+    kind: Index
+    tier: Index
+    has_parent: bool
+    parent: np.uint64
+    seed: np.uint64
+    names: Index
+    hashes: Index
+    num_blocks: Index
+    end: Index
+
+
+@inlined
+def _unread() -> _Packed:
+    none = np.int64(0)
+    return _Packed(np.int64(-1), none, False, _0, _0, none, none, none, none)
+
+
+@inlined
+def _read_words(data: Bytes, at: Index, end: Index) -> tuple[Index, Index, Index]:
+    """(number of u64, position of the first, position behind them); -1 if there are none."""
+    num_bytes, at = msgpack.bytes_header(data, at)
+    if num_bytes < 0 or num_bytes % 8 != 0 or at + num_bytes > end:
+        return msgpack.FAILED, at, at
+    return num_bytes // 8, at, at + num_bytes
+
+
+@inlined
+def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> _Packed:
+    has_parent, parent = data[at] != 0xC0, _0
+    if has_parent:
+        parent, at = msgpack.natural(data, at)
+    else:
+        at += 1
+    if at < 0 or at > end:
+        return _unread()
+    seed, at = msgpack.natural(data, at)
+    if at < 0 or at > end:
+        return _unread()
+    num_names, names, at = _read_words(data, at, end)
+    if num_names < 0:
+        return _unread()
+    num_hashes, hashes, at = _read_words(data, at, end)
+    if num_hashes != num_names:
+        return _unread()
+    return _Packed(
+        np.int64(wire.STORED), tier, has_parent, parent, seed, names, hashes, num_names, at
+    )
+
+
+@inlined
+def _read_packed(data: Bytes, at: Index, end: Index) -> _Packed:
+    """The event at a position, as far as stored and removed blocks go."""
+    num_items, at = msgpack.array_header(data, at)
+    if num_items < 3 or at + 2 > end or data[at + 1] > 2:
+        return _unread()
+    kind, tier = np.int64(data[at]), np.int64(data[at + 1])
+    if kind == wire.STORED and num_items == 6:
+        return _read_stored(data, at + 2, end, tier)
+    if kind == wire.REMOVED and num_items == 3:
+        num_names, names, at = _read_words(data, at + 2, end)
+        if num_names >= 0:
+            return _Packed(kind, tier, False, _0, _0, names, names, num_names, at)
+    return _unread()
+
+
+@inlined
+def _copy_words(data: Bytes, at: Index, out: U64) -> None:
+    place = np.uint64(at)
+    for i in range(len(out)):
+        out[i] = load_u64(data, place)
+        place += _8
+
+
+@inlined
+def _apply_packed(
+    event: _Packed, data: Bytes, index: _Index, holder: Index, scratch: _Scratch, out_counts: I64
+) -> bool:
+    """False, and nothing done, if the event needs a decision."""
+    n = event.num_blocks
+    event_names, hashes = scratch.names[:n], scratch.hashes[:n]
+    _copy_words(data, event.names, event_names)
+    if event.kind == wire.REMOVED:
+        _count_removed(n, _drop(index, holder, event_names), out_counts)
+        return True
+    parent = _parent_hash(index, event.parent) if event.has_parent else _0
+    if event.has_parent and parent == _0:
+        return False
+    _copy_words(data, event.hashes, hashes)
+    if not _hold(index, holder, event_names, hashes, scratch.at[:n], parent, event.seed):
+        return False
+    out_counts[NUM_STORED] += n
+    return True
+
+
+@kernel(
+    i8(i8, i8, reads(u1), u8, reads(i8), *_REST),
+    releases_gil=True,
+)
+def apply_packed(
+    first: Index, at: Index, data: Bytes, mark: np.uint64, holder_of_tier: I64,
+    names: U64, members: U64,
+    table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
+    expected: U64, scratch_words: U64, is_wanted: Bytes, out_counts: I64,
+) -> Index:  # fmt: skip
+    """Apply the events of a payload from number `first` on, which is at position `at`; 0 for the
+    first of all.
+
+    As apply_records, and without a limit; out_counts[POSITION] is where the first event is that was
+    not applied.
+    """
+    blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
+    index = _Index(blocks, Names(names, members), expected, mark)
+    scratch = _scratch(scratch_words)
+    out_counts[:] = 0
+    runs.tick(run_words)
+    num_items, start = msgpack.array_header(data, 0)
+    if num_items < 1 or data[start] != VERSION:
+        _stop(NEEDS_DECISION, 0, out_counts)
+        return 0
+    at = max(at, start + 1)
+    for number in range(first, num_items - 1):
+        out_counts[POSITION] = at
+        event = _read_packed(data, at, len(data) - msgpack.PADDING)
+        holder = holder_of_tier[event.tier]
+        if event.kind < 0 or holder < 0:
+            _stop(NEEDS_DECISION, event.num_blocks, out_counts)
+            return number
+        if not _fits(index, holder, event.num_blocks, scratch):
+            _stop(NEEDS_ROOM, event.num_blocks, out_counts)
+            return number
+        if not _apply_packed(event, data, index, holder, scratch, out_counts):
+            _stop(NEEDS_DECISION, event.num_blocks, out_counts)
+            return number
+        at = event.end
+    return num_items - 1

@@ -23,13 +23,12 @@ import numpy.typing as npt
 
 from kvplug.kernels._jit import f8, i4, i8, inlined, kernel, prefetch, reads, u8, void, writes
 from kvplug.kernels.table import (
-    Table,
     capacity_of,
     delete,
     erase_slot,
+    fill_slot,
     find_slot,
     home_of,
-    put_slot,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -96,15 +95,14 @@ def _link(links: I32, node: Index, following: Index) -> None:
 
 
 @inlined
-def _release_first(table: Table, ring: Ring) -> bool:
+def _release_first(slots: U64, ring: Ring) -> bool:
     """Free the oldest node; whether it had an entry, which is gone then."""
     links, state = ring.links, ring.state
-    node, capacity = state[FIRST], capacity_of(table.slots)
-    at = find_slot(table.slots, ring.keys[node], capacity)
-    is_current = bool(table.slots[_2 * at + _1] == np.uint64(node) + _1)
+    node, capacity = state[FIRST], capacity_of(slots)
+    at = find_slot(slots, ring.keys[node], capacity)
+    is_current = bool(slots[_2 * at + _1] == np.uint64(node) + _1)
     if is_current:
-        erase_slot(table.slots, at, capacity)
-        table.size[0] -= 1
+        erase_slot(slots, at, capacity)
     rank = links[LINK_WIDTH * node + RANK]
     if rank != NOBODY:
         state[NUM_OF_RANK + rank] -= 1
@@ -126,12 +124,12 @@ def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> In
 
 
 @inlined
-def _expire(table: Table, ring: Ring, now_s: float, max_entries: Index) -> None:
+def _expire(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> None:
     left = min(max_entries, ring.state[NUM_USED])
     while left > 0:
-        num_due = _touch_first(table.slots, ring, now_s, min(left, _NUM_TOUCHED))
+        num_due = _touch_first(slots, ring, now_s, min(left, _NUM_TOUCHED))
         for _ in range(num_due):
-            _release_first(table, ring)
+            _release_first(slots, ring)
         left = left - _NUM_TOUCHED if num_due == _NUM_TOUCHED else 0
 
 
@@ -167,12 +165,12 @@ def _move_to_end(ring: Ring, node: Index) -> None:
 @kernel(
     void(
         i8, f8, f8, i8, reads(u8),
-        writes(u8), writes(i8), writes(u8), writes(f8), writes(i4), writes(i8),
+        writes(u8), writes(u8), writes(f8), writes(i4), writes(i8),
     )
 )  # fmt: skip
 def insert(
     rank: Index, now_s: float, deadline_s: float, max_expired: Index, hashes: U64,
-    slots: U64, size: I64, keys: U64, deadlines: F64, links: I32, state: I64,
+    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
 ) -> None:  # fmt: skip
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
@@ -180,9 +178,9 @@ def insert(
     that make room later are lost before their time. There are at least as many nodes as hashes,
     the table has room for them, and deadline_s is not before any other.
     """
-    table, ring = Table(slots, size), Ring(keys, deadlines, links, state)
+    ring = Ring(keys, deadlines, links, state)
     marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
-    _expire(table, ring, now_s, max_expired)
+    _expire(slots, ring, now_s, max_expired)
     for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
         prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
     for i in range(len(hashes) - 1, -1, -1):
@@ -195,43 +193,42 @@ def insert(
             _move_to_end(ring, node)
         else:
             if state[NUM_USED] == num_nodes:
-                state[NUM_LOST] += _release_first(table, ring)
+                state[NUM_LOST] += _release_first(slots, ring)
                 at = find_slot(slots, key, capacity)
             node = _take(ring, rank, key)
-            put_slot(slots, at, key, np.uint64(node) + _1)
-            size[0] += 1
+            fill_slot(slots, at, key, np.uint64(node) + _1)
         deadlines[node] = deadline_s
 
 
 @kernel(
-    void(f8, i8, writes(u8), writes(i8), reads(u8), reads(f8), reads(i4), writes(i8)),
+    void(f8, i8, writes(u8), reads(u8), reads(f8), reads(i4), writes(i8)),
 )
 def expire(
     now_s: float, max_entries: Index,
-    slots: U64, size: I64, keys: U64, deadlines: F64, links: I32, state: I64,
+    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
 ) -> None:  # fmt: skip
     """Drop the overdue entries, at most so many."""
-    _expire(Table(slots, size), Ring(keys, deadlines, links, state), now_s, max_entries)
+    _expire(slots, Ring(keys, deadlines, links, state), now_s, max_entries)
 
 
-@kernel(void(i8, reads(u8), writes(u8), writes(i8)))
-def confirm(rank: Index, hashes: U64, slots: U64, size: I64) -> None:
+@kernel(void(i8, reads(u8), writes(u8)))
+def confirm(rank: Index, hashes: U64, slots: U64) -> None:
     """End the rank's entries of these blocks; their nodes expire later, without effect."""
-    table, marked = Table(slots, size), mark(rank)
+    marked = mark(rank)
     for i in range(len(hashes)):
-        delete(table, hashes[i] ^ marked)
+        delete(slots, hashes[i] ^ marked)
 
 
-@kernel(void(i8, writes(u8), writes(i8), reads(u8), writes(i4), writes(i8)))
-def forget(rank: Index, slots: U64, size: I64, keys: U64, links: I32, state: I64) -> None:
+@kernel(void(i8, writes(u8), reads(u8), writes(i4), writes(i8)))
+def forget(rank: Index, slots: U64, keys: U64, links: I32, state: I64) -> None:
     """End all entries of a rank; its nodes are nobody's until they expire."""
-    table, node = Table(slots, size), state[FIRST]
+    node = state[FIRST]
     for _ in range(state[NUM_USED]):
         if state[NUM_OF_RANK + rank] == 0:
             return
         if links[LINK_WIDTH * node + RANK] == rank:
             # The key is this rank's alone: what it finds, if anything, is an entry of the rank.
-            delete(table, keys[node])
+            delete(slots, keys[node])
             links[LINK_WIDTH * node + RANK] = NOBODY
             state[NUM_OF_RANK + rank] -= 1
         node = np.int64(links[LINK_WIDTH * node + AFTER])

@@ -11,7 +11,19 @@ Twin: the xxhash package (tests/kernels/test_hashing.py).
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import b1, fold_multiply, i8, inlined, kernel, reads, u4, u8, void, writes
+from kvplug.kernels._jit import (
+    b1,
+    fold_multiply,
+    i8,
+    inlined,
+    inlined_allocating,
+    kernel,
+    reads,
+    u4,
+    u8,
+    void,
+    writes,
+)
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
@@ -123,7 +135,7 @@ def _hash_129_to_240(words: U32, at: int, n: int, seed: np.uint64) -> np.uint64:
     return _avalanche(acc + _mix16(words, at + n - 4, 119, seed))
 
 
-@inlined
+@inlined_allocating
 def _seeded_secret(seed: np.uint64) -> U64:
     """The secret of long inputs: seed added to even, subtracted from odd 8-byte words."""
     secret = np.empty(24, dtype=np.uint64)
@@ -198,7 +210,7 @@ def _hash_short(words: U32, at: int, n: int, seed: np.uint64) -> np.uint64:
     return _hash_129_to_240(words, at, n, seed)
 
 
-@inlined
+@inlined_allocating
 def fill_block_hashes(tokens: U32, block_size: int, seed: np.uint64, out_hashes: U64) -> None:
     """out_hashes[i] = XXH3-64 of tokens[i * block_size : (i + 1) * block_size]."""
     if block_size <= 60:

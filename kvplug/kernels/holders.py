@@ -1,31 +1,30 @@
-"""Interned sets of holders: most blocks of a prefix are held by the same ranks, so a block needs
-only the number of its set.
+"""Interned sets of holders: most blocks of a prefix are held by the same ranks, so a run of blocks
+needs only the number of its set.
 
-In:  `set_of_row`, uint32[rows]: the set of each block; a holder number; the arrays of the sets.
-Out: the same arrays changed, and what happened to each row.
+In:  the set of a run (kernels/runs.py) and a holder number; the arrays of the sets.
+Out: the number of the set with the holder added or removed; the arrays changed.
 
 The arrays of the sets, for `num_sets` sets of `words` 64-bit words each:
 
     bits    uint64[num_sets * words]   members of set s: the set bits of words s*words ..
-    meta    uint64[num_sets * 2]       [hash, number of rows]; of a free set: [0, next free set]
+    meta    uint64[num_sets * 2]       [hash, number of runs]; of a free set: [0, next free set]
     intern  uint32[slots]              open addressing by hash: set numbers, 0 is an empty slot
     header  int64[3]                   [words, first free set, number of live sets]
 
 Set 0 is the empty set: never interned, never counted. The hash of a set is the xor of one mark per
 member (Zobrist), so that adding or removing a member costs no walk over the members. A set lives
-as long as a row has it; then its number is free. The caller provides a free set and a free intern
-slot per row. Twin: frozensets (tests/kernels/test_holders.py).
+as long as a run has it; then its number is free. The caller provides a free set and a free intern
+slot per run. Twin: frozensets (tests/kernels/test_holders.py).
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import i8, inlined, kernel, reads, u1, u4, u8, void, writes
+from kvplug.kernels._jit import i8, inlined, kernel, u4, u8, void, writes
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.uint8]
 Index = int | np.int64
 
 WORDS, FIRST_FREE, NUM_LIVE = 0, 1, 2
@@ -38,7 +37,8 @@ _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 @inlined
-def _mark(holder: Index) -> np.uint64:
+def mark_of(holder: Index) -> np.uint64:
+    """A number for each holder that has nothing in common with the next one's."""
     x = np.uint64(holder + 1) * _GOLDEN
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2
@@ -88,7 +88,7 @@ def _create(
     for w in range(words):
         bits[created * words + w] = bits[set_id * words + w]
     bits[created * words + holder // 64] ^= _bit(holder)
-    meta[2 * created] = meta[2 * set_id] ^ _mark(holder)
+    meta[2 * created] = meta[2 * set_id] ^ mark_of(holder)
     meta[2 * created + 1] = _0
     intern[slot] = created
     return created
@@ -98,7 +98,7 @@ def _create(
 def toggled(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index, holder: Index) -> Index:
     """The set that is `set_id` with `holder` added or removed, created if it is new."""
     words = header[WORDS]
-    key = meta[2 * set_id] ^ _mark(holder)
+    key = meta[2 * set_id] ^ mark_of(holder)
     if key == _0 and _is_toggled(bits, words, 0, set_id, holder):
         return 0
     slot = _home(key, len(intern))
@@ -127,102 +127,41 @@ def _unintern(meta: U64, intern: U32, set_id: Index) -> None:
 
 
 @inlined
-def move(bits: U64, meta: U64, intern: U32, header: I64, old: Index, new: Index) -> None:
-    """One row left `old` for `new`; a set without rows is freed."""
-    if new != 0:
-        meta[2 * new + 1] += _1
-    if old == 0:
+def retain(meta: U64, set_id: Index) -> None:
+    """One run more has the set."""
+    if set_id != 0:
+        meta[2 * set_id + 1] += _1
+
+
+@inlined
+def release(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index) -> None:
+    """One run less has the set, which is freed after its last."""
+    if set_id == 0:
         return
-    meta[2 * old + 1] -= _1
-    if meta[2 * old + 1] == _0:
-        _unintern(meta, intern, old)
+    meta[2 * set_id + 1] -= _1
+    if meta[2 * set_id + 1] == _0:
+        _unintern(meta, intern, set_id)
         for w in range(header[WORDS]):
-            bits[old * header[WORDS] + w] = _0
-        meta[2 * old], meta[2 * old + 1] = _0, np.uint64(header[FIRST_FREE])
-        header[FIRST_FREE] = old
+            bits[set_id * header[WORDS] + w] = _0
+        meta[2 * set_id], meta[2 * set_id + 1] = _0, np.uint64(header[FIRST_FREE])
+        header[FIRST_FREE] = set_id
         header[NUM_LIVE] -= 1
 
 
 @inlined
-def change(
-    adds: bool,
-    holder: Index,
-    rows: U64,
-    set_of_row: U32,
-    bits: U64,
-    meta: U64,
-    intern: U32,
-    header: I64,
-    out_changed: Flags,
-) -> Index:
-    """Add the holder to the set of each row, or remove it; as add_holder and drop_holder."""
-    num_changed = 0
-    last_old: Index = np.int64(-1)
-    last_new: Index = np.int64(0)
-    for i in range(len(rows)):
-        row = np.int64(rows[i])
-        old = np.int64(set_of_row[row])
-        out_changed[i] = contains(bits, header[WORDS], old, holder) != adds
-        if out_changed[i]:
-            # A run of blocks mostly has one set before and one after: toggle once for all.
-            if old != last_old:
-                last_old, last_new = old, toggled(bits, meta, intern, header, old, holder)
-            set_of_row[row] = last_new
-            move(bits, meta, intern, header, old, last_new)
-            num_changed += 1
-    return num_changed
+def has_room(meta: U64, header: I64, holder: Index, num_changes: Index) -> bool:
+    """Whether the holder has a bit, and as many runs may each get a set of their own.
 
-
-@kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
-def add_holder(
-    holder: Index,
-    rows: U64,
-    set_of_row: U32,
-    bits: U64,
-    meta: U64,
-    intern: U32,
-    header: I64,
-    out_changed: Flags,
-) -> Index:
-    """Add `holder` to the set of each row; returns how many rows it is new to.
-
-    out_changed[i] = 0 if rows[i] had it before.
+    Each set in use, and the empty one, turns into one new set at most.
     """
-    return change(True, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
-
-
-@kernel(i8(i8, reads(u8), writes(u4), writes(u8), writes(u8), writes(u4), writes(i8), writes(u1)))
-def drop_holder(
-    holder: Index,
-    rows: U64,
-    set_of_row: U32,
-    bits: U64,
-    meta: U64,
-    intern: U32,
-    header: I64,
-    out_changed: Flags,
-) -> Index:
-    """Remove `holder` from the set of each row; returns how many rows had it.
-
-    out_changed[i] = 0 if rows[i] did not have it.
-    """
-    return change(False, holder, rows, set_of_row, bits, meta, intern, header, out_changed)
-
-
-@kernel(i8(i8, reads(u4), reads(u8), i8, writes(u8)))
-def rows_of_holder(holder: Index, set_of_row: U32, bits: U64, words: Index, out_rows: U64) -> Index:
-    """The rows whose set has `holder`, ascending; returns how many."""
-    num_rows = 0
-    for row in range(len(set_of_row)):
-        if contains(bits, words, np.int64(set_of_row[row]), holder):
-            out_rows[num_rows] = row
-            num_rows += 1
-    return num_rows
+    num_live = header[NUM_LIVE]
+    fits = num_live + min(num_changes, num_live + 1) + 2 <= len(meta) // 2
+    return bool(fits and holder < 64 * header[WORDS])
 
 
 @kernel(void(i8, i8, writes(u8), writes(u4)))
 def reintern(words: Index, num_sets: Index, meta: U64, out_intern: U32) -> None:
-    """Fill an empty intern table with the sets that have rows."""
+    """Fill an empty intern table with the sets that have runs."""
     for set_id in range(1, num_sets):
         if meta[2 * set_id] != _0:
             slot = _home(meta[2 * set_id], len(out_intern))

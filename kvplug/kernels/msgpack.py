@@ -96,6 +96,19 @@ def _string_header(data: Bytes, at: Index) -> tuple[Index, Index]:
 
 
 @inlined
+def bytes_header(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(number of bytes, position of the first) of a byte string, or (-1, at)."""
+    first = data[at]
+    if first == 0xC4:
+        return np.int64(data[at + 1]), at + 2
+    if first == 0xC5:
+        return np.int64(_big_endian(data, at + 1, 2)), at + 3
+    if first == 0xC6:
+        return np.int64(_big_endian(data, at + 1, 4)), at + 5
+    return FAILED, at
+
+
+@inlined
 def natural(data: Bytes, at: Index) -> tuple[np.uint64, Index]:
     """(an integer >= 0, position behind it); position -1 if it is none."""
     first = data[at]

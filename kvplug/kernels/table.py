@@ -1,24 +1,24 @@
 """An open-addressing table, u64 -> u64, in one flat array.
 
-In:  `slots`, uint64[2 * capacity]: key and value of slot i at 2i and 2i + 1, in one cache line.
+In:  `slots`, uint64[2 * capacity + 2]: key and value of slot i at 2i and 2i + 1, in one cache line;
+     behind them the number of entries, and a spare word.
 Out: values for keys; 0 means absent, so 0 is never stored as a value (the caller's promise).
 
 Linear probing from `home_of(key)`; removal shifts later entries back instead of leaving tombstones,
 so a table that was full of evicted blocks probes as fast as a new one. The capacity may be any
-number (no power of two), so that tables can grow by less than doubling. The caller keeps at least
-one slot empty. Twin: a dict (tests/kernels/test_table.py).
+number (no power of two), so that tables can grow by less than doubling; homes rise with the mixed
+key, whatever the capacity, so moving to a larger table reads and writes memory in order. The caller
+keeps at least one slot empty. Twin: a dict (tests/kernels/test_table.py).
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import i8, inlined, kernel, reads, u1, u8, void, writes
+from kvplug.kernels._jit import i8, inlined, kernel, reads, u8, void, writes
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.uint8]
+Index = int | np.int64
 
 # 2**64 / golden ratio: one multiplication spreads keys that differ in few bits (Knuth, 6.4).
 _GOLDEN, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -34,7 +34,18 @@ def home_of(key: np.uint64, capacity: np.uint64) -> np.uint64:
 @inlined
 def capacity_of(slots: U64) -> np.uint64:
     """Number of slots."""
-    return np.uint64(len(slots)) // _TWO
+    return (np.uint64(len(slots)) - _TWO) // _TWO
+
+
+@inlined
+def num_entries(slots: U64) -> np.uint64:
+    """How many keys are in the table."""
+    return np.uint64(slots[np.uint64(len(slots)) - _TWO])
+
+
+@inlined
+def _count(slots: U64, more: np.uint64) -> None:
+    slots[np.uint64(len(slots)) - _TWO] += more
 
 
 @inlined
@@ -53,9 +64,15 @@ def find_slot(slots: U64, key: np.uint64, capacity: np.uint64) -> np.uint64:
 
 
 @inlined
-def put_slot(slots: U64, at: np.uint64, key: np.uint64, value: np.uint64) -> None:
-    """Fill a slot."""
+def _put(slots: U64, at: np.uint64, key: np.uint64, value: np.uint64) -> None:
     slots[_TWO * at], slots[_TWO * at + _ONE] = key, value
+
+
+@inlined
+def fill_slot(slots: U64, at: np.uint64, key: np.uint64, value: np.uint64) -> None:
+    """A new entry, in the slot that find_slot gave for it."""
+    _put(slots, at, key, value)
+    _count(slots, _ONE)
 
 
 @inlined
@@ -65,50 +82,50 @@ def _distance(start: np.uint64, end: np.uint64, capacity: np.uint64) -> np.uint6
 
 @inlined
 def erase_slot(slots: U64, hole: np.uint64, capacity: np.uint64) -> None:
-    """Empty the slot, then move back whatever would not be found past the hole."""
+    """Remove the entry, then move back whatever would not be found past the hole."""
+    _count(slots, ~_ABSENT)
     at = _after(hole, capacity)
     while slots[_TWO * at + _ONE] != _ABSENT:
         home = home_of(slots[_TWO * at], capacity)
         if _distance(home, at, capacity) >= _distance(hole, at, capacity):
-            put_slot(slots, hole, slots[_TWO * at], slots[_TWO * at + _ONE])
+            _put(slots, hole, slots[_TWO * at], slots[_TWO * at + _ONE])
             hole = at
         at = _after(at, capacity)
-    put_slot(slots, hole, _ABSENT, _ABSENT)
-
-
-class Table(NamedTuple):
-    """Slots, and the number of entries as int64[1]: for kernels that change several tables."""
-
-    slots: U64
-    size: I64
+    _put(slots, hole, _ABSENT, _ABSENT)
 
 
 @inlined
-def value_of(table: Table, key: np.uint64) -> np.uint64:
+def value_of(slots: U64, key: np.uint64) -> np.uint64:
     """The value of a key, 0 if it is absent."""
-    at = find_slot(table.slots, key, capacity_of(table.slots))
-    return np.uint64(table.slots[_TWO * at + _ONE])
+    at = find_slot(slots, key, capacity_of(slots))
+    return np.uint64(slots[_TWO * at + _ONE])
 
 
 @inlined
-def insert(table: Table, key: np.uint64, value: np.uint64) -> bool:
-    """False, and nothing done, if the key is there."""
-    at = find_slot(table.slots, key, capacity_of(table.slots))
-    if table.slots[_TWO * at + _ONE] != _ABSENT:
+def delete(slots: U64, key: np.uint64) -> bool:
+    """Remove a key; False if it is not there."""
+    capacity = capacity_of(slots)
+    at = find_slot(slots, key, capacity)
+    if slots[_TWO * at + _ONE] == _ABSENT:
         return False
-    put_slot(table.slots, at, key, value)
-    table.size[0] += 1
+    erase_slot(slots, at, capacity)
     return True
 
 
 @inlined
-def delete(table: Table, key: np.uint64) -> None:
-    """Remove a key, if it is there."""
-    capacity = capacity_of(table.slots)
-    at = find_slot(table.slots, key, capacity)
-    if table.slots[_TWO * at + _ONE] != _ABSENT:
-        erase_slot(table.slots, at, capacity)
-        table.size[0] -= 1
+def count_up(slots: U64, key: np.uint64, start: np.uint64) -> None:
+    """Add one to the value of a key, a new one from `start`."""
+    at = find_slot(slots, key, capacity_of(slots))
+    if slots[_TWO * at + _ONE] == _ABSENT:
+        fill_slot(slots, at, key, start)
+    slots[_TWO * at + _ONE] += _ONE
+
+
+@inlined
+def has_room(slots: U64, num_more: Index) -> bool:
+    """Whether as many entries can come (the load of kvplug/index/hash_table.py)."""
+    needed = np.int64(num_entries(slots)) + num_more + 1
+    return bool(5 * needed <= 4 * np.int64(capacity_of(slots)))
 
 
 @kernel(void(reads(u8), reads(u8), writes(u8)))
@@ -119,84 +136,23 @@ def find_many(slots: U64, keys: U64, out_values: U64) -> None:
         out_values[i] = slots[_TWO * find_slot(slots, keys[i], capacity) + _ONE]
 
 
-@kernel(i8(reads(u8), reads(u8), writes(u8)))
-def find_prefix(slots: U64, keys: U64, out_values: U64) -> int:
-    """Values of the keys up to the first absent one; returns how many were found."""
+@kernel(void(writes(u8), reads(u8), reads(u8)))
+def put_many(slots: U64, keys: U64, values: U64) -> None:
+    """Store or overwrite."""
     capacity = capacity_of(slots)
-    for i in range(len(keys)):
-        value = slots[_TWO * find_slot(slots, keys[i], capacity) + _ONE]
-        if value == _ABSENT:
-            return i
-        out_values[i] = value
-    return len(keys)
-
-
-@kernel(i8(writes(u8), reads(u8), reads(u8)))
-def put_many(slots: U64, keys: U64, values: U64) -> int:
-    """Store or overwrite; returns how many keys are new."""
-    capacity, num_new = capacity_of(slots), 0
-    for i in range(len(keys)):
-        at = find_slot(slots, keys[i], capacity)
-        num_new += slots[_TWO * at + _ONE] == _ABSENT
-        put_slot(slots, at, keys[i], values[i])
-    return num_new
-
-
-@kernel(i8(writes(u8), reads(u8), reads(u8), writes(u8)))
-def find_or_put_many(slots: U64, keys: U64, fresh_values: U64, out_values: U64) -> int:
-    """out_values[i] = value of keys[i]; absent keys take fresh_values in order.
-
-    Returns how many fresh values were taken. len(fresh_values) >= len(keys).
-    """
-    capacity, num_taken = capacity_of(slots), 0
     for i in range(len(keys)):
         at = find_slot(slots, keys[i], capacity)
         if slots[_TWO * at + _ONE] == _ABSENT:
-            put_slot(slots, at, keys[i], fresh_values[num_taken])
-            num_taken += 1
-        out_values[i] = slots[_TWO * at + _ONE]
-    return num_taken
+            fill_slot(slots, at, keys[i], values[i])
+        slots[_TWO * at + _ONE] = values[i]
 
 
 @kernel(i8(writes(u8), reads(u8)))
 def erase_many(slots: U64, keys: U64) -> int:
     """Remove keys; returns how many were there."""
-    capacity, num_erased = capacity_of(slots), 0
+    num_erased = 0
     for i in range(len(keys)):
-        at = find_slot(slots, keys[i], capacity)
-        if slots[_TWO * at + _ONE] != _ABSENT:
-            erase_slot(slots, at, capacity)
-            num_erased += 1
-    return num_erased
-
-
-@kernel(i8(writes(u8), reads(u8)))
-def count_up_many(slots: U64, keys: U64) -> int:
-    """Add one to each key's value, from 0; returns how many keys are new."""
-    capacity, num_new = capacity_of(slots), 0
-    for i in range(len(keys)):
-        at = find_slot(slots, keys[i], capacity)
-        num_new += slots[_TWO * at + _ONE] == _ABSENT
-        put_slot(slots, at, keys[i], slots[_TWO * at + _ONE] + _ONE)
-    return num_new
-
-
-@kernel(i8(writes(u8), reads(u8), writes(u1)))
-def count_down_many(slots: U64, keys: U64, out_counted: Flags) -> int:
-    """Take one from each key that is there and erase it at 0; returns how many were erased.
-
-    out_counted[i] = 1 if keys[i] was there.
-    """
-    capacity, num_erased = capacity_of(slots), 0
-    for i in range(len(keys)):
-        at = find_slot(slots, keys[i], capacity)
-        count = slots[_TWO * at + _ONE]
-        out_counted[i] = count != _ABSENT
-        if count > _ONE:
-            slots[_TWO * at + _ONE] = count - _ONE
-        elif count == _ONE:
-            erase_slot(slots, at, capacity)
-            num_erased += 1
+        num_erased += delete(slots, keys[i])
     return num_erased
 
 
@@ -214,11 +170,27 @@ def extend_runs(slots: U64, keys: U64, salts: U64, out_ends: I64) -> None:
         out_ends[j] = end
 
 
+@kernel(i8(reads(u8)))
+def count_reachable(slots: U64) -> int:
+    """How many slots are filled, each with a key that a lookup finds right there.
+
+    -1 if one is not.
+    """
+    capacity, num_found = capacity_of(slots), 0
+    for at in range(len(slots) // 2 - 1):
+        key, value = slots[2 * at], slots[2 * at + 1]
+        if value != _ABSENT:
+            if find_slot(slots, key, capacity) != np.uint64(at):
+                return -1
+            num_found += 1
+    return num_found
+
+
 @kernel(void(reads(u8), writes(u8)))
 def rehash(slots: U64, out_slots: U64) -> None:
     """Move every entry into an empty table of another capacity."""
     capacity = capacity_of(out_slots)
-    for at in range(len(slots) // 2):
+    for at in range(len(slots) // 2 - 1):
         key, value = slots[2 * at], slots[2 * at + 1]
         if value != _ABSENT:
-            put_slot(out_slots, find_slot(out_slots, key, capacity), key, value)
+            fill_slot(out_slots, find_slot(out_slots, key, capacity), key, value)

@@ -259,6 +259,7 @@ def _read_payload(
 @kernel(
     i8(reads(u1), reads(i8), writes(i8), writes(u8), writes(u8), writes(u4), writes(i8)),
     releases_gil=True,
+    allocates=True,
 )
 def read_payloads(
     data: Bytes, ends: I64,

@@ -29,8 +29,8 @@ from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex, Overlap
 from kvplug.index.clearing import Clearing
+from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.record_applier import Flag
 from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
@@ -67,7 +67,9 @@ class Section:
         depth, credit = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
         present, numbers = self.fleet_numbers >= 0, self.numbers
         depth[numbers], credit[numbers] = overlap.depth[present], overlap.credit[present]
-        return Overlap(depth, credit)
+        reach = np.zeros((len(overlap.reach), num_ranks), dtype=np.int64)
+        reach[:, numbers] = overlap.reach[:, present]
+        return Overlap(depth, credit, reach)
 
     def expect(self, number: int, hashes: Hashes, now_s: float) -> None:
         """The rank with this number is about to compute these blocks."""

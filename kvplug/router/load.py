@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.hashing import Hashes
-from kvplug.index.holdings import Holdings
-from kvplug.kernels import costing
+from kvplug.index.holdings import Holdings, Stretch, one_rank_per_holder
+from kvplug.kernels import matching
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -57,6 +57,7 @@ class ActiveLoad:
         self._expiry_s = request_expiry_s
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._holdings = Holdings()
+        self._readers = one_rank_per_holder(0)
         self._prefill_tokens: I64 = np.zeros(0, dtype=np.int64)
         self._active_blocks: I64 = np.zeros(0, dtype=np.int64)
 
@@ -76,8 +77,8 @@ class ActiveLoad:
     def start(self, request_id: str, request: ActiveRequest) -> None:
         """A request was routed."""
         self._reserve(request.rank_number + 1)
-        _, num_new = self._holdings.store(request.rank_number, request.sequence_hashes)
-        self._active_blocks[request.rank_number] += num_new
+        num_new = self._holdings.store(request.rank_number, Stretch(request.sequence_hashes))
+        self._active_blocks[request.rank_number] += num_new or 0
         self._prefill_tokens[request.rank_number] += request.prefill_tokens
         self._requests[request_id] = request
 
@@ -94,9 +95,8 @@ class ActiveLoad:
         if request is None:
             return False
         self._prefill_tokens[request.rank_number] -= request.prefill_tokens
-        rows = self._holdings.find(request.sequence_hashes)
-        _, gone = self._holdings.drop(request.rank_number, rows)
-        self._active_blocks[request.rank_number] -= int(gone.sum())
+        num_gone = self._holdings.drop(request.rank_number, request.sequence_hashes)
+        self._active_blocks[request.rank_number] -= num_gone
         return True
 
     def expire(self, now_s: float) -> None:
@@ -119,14 +119,8 @@ class ActiveLoad:
         return now_s + self._expiry_s
 
     def _shared_depth(self, sequence_hashes: Hashes, num_ranks: int) -> I64:
-        depth, unused = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-        segments = self._holdings.match(sequence_hashes)
-        if len(segments.ends):
-            sets = self._holdings.sets
-            # In this relation the holder is the rank itself.
-            holders = np.arange(64 * sets.words, dtype=np.int32)
-            worth = np.zeros(64 * sets.words)
-            costing.overlap(*segments, sets.bits, sets.words, holders, worth, depth, unused)
+        held = self._holdings.overlap(sequence_hashes, self._readers, num_ranks)
+        depth: I64 = held.reach[matching.ANY]
         return depth
 
     def _reserve(self, num_ranks: int) -> None:
@@ -135,3 +129,4 @@ class ActiveLoad:
             padding = np.zeros(missing, dtype=np.int64)
             self._active_blocks = np.concatenate([self._active_blocks, padding])
             self._prefill_tokens = np.concatenate([self._prefill_tokens, padding])
+            self._readers = one_rank_per_holder(num_ranks)

@@ -145,7 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.remove_worker(worker)
         self.index.check()
         holdings = self.index.holdings
-        assert (len(self.index), len(holdings.copies), len(holdings.sets)) == (0, 0, 0)
+        sizes = len(self.index), len(holdings.copies), len(holdings.sets), len(holdings.runs)
+        assert sizes == (0, 0, 0, 0)
         assert not self.index.domains
 
 

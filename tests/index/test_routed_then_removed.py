@@ -72,3 +72,16 @@ def test_a_clear_takes_what_was_routed_of_this_rank_alone(num_routed):
     apply_batch(index, AllBlocksCleared())
     index.check()
     assert index.overlap(hashes, now_s=1.0).depth.tolist() == [0, num_routed]
+
+
+@given(ways)
+def test_a_table_that_grew_between_two_events_is_the_one_that_changes(way):
+    index, _ = routed_index(0)
+    way(index, stored(1))
+    others = np.arange(1, 5001, dtype=np.uint64)
+    index.speculative.insert(1, others, 0.0)
+    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    index.speculative.insert(0, hashes, 0.0)
+    way(index, stored(NUM_BLOCKS))
+    assert len(index.speculative) == len(others)
+    index.check()

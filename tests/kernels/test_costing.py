@@ -5,36 +5,6 @@ from hypothesis import strategies as st
 from kvplug.kernels import costing
 from tests.kernels import twins
 
-NUM_RANKS = 4
-RANK_OF_HOLDER = [h % NUM_RANKS for h in range(70)]
-CREDIT_OF_HOLDER = [(1.0, 0.75, 0.25, 0.0)[h // NUM_RANKS % 4] for h in range(70)]
-holder_sets = st.frozensets(st.integers(0, 7) | st.sampled_from([63, 64, 69]), max_size=4)
-
-
-def overlap(holders_of_block):
-    runs = twins.segments(holders_of_block)
-    ends = np.array([end for end, _ in runs], dtype=np.int64)
-    bits = np.zeros((len(runs) + 1) * 2, dtype=np.uint64)
-    for s, (_, holders) in enumerate(runs):
-        for h in holders:
-            bits[2 * s + h // 64] |= np.uint64(1 << (h % 64))
-    depth, credit = np.zeros(NUM_RANKS, dtype=np.int64), np.zeros(NUM_RANKS)
-    ranks = np.array(RANK_OF_HOLDER + [0] * 58, dtype=np.int32)
-    credits = np.array(CREDIT_OF_HOLDER + [0.0] * 58)
-    sets = np.arange(len(runs), dtype=np.int64)
-    costing.overlap(ends, sets, bits, 2, ranks, credits, depth, credit)
-    return depth.tolist(), credit.tolist()
-
-
-@given(st.lists(st.tuples(holder_sets, st.integers(1, 5)), max_size=8))
-def test_overlap_is_the_contiguous_prefix_of_each_rank(runs):
-    holders_of_block = [holders for holders, length in runs for _ in range(length)]
-    depth, credit = overlap(holders_of_block)
-    twin = twins.overlap(holders_of_block, RANK_OF_HOLDER, CREDIT_OF_HOLDER)
-    assert depth == [twin[rank][0] for rank in range(NUM_RANKS)]
-    np.testing.assert_allclose(credit, [twin[rank][1] for rank in range(NUM_RANKS)])
-
-
 loads = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 50), st.integers(0, 10)),
     max_size=6,

@@ -50,7 +50,7 @@ def test_what_is_confirmed_is_gone_and_nothing_else(inserted, confirmed, rank):
     blocks = ExpiringBlocks(2.0)
     for each in range(NUM_RANKS):
         blocks.insert(each, u64(inserted), 0.0)
-    kernels.confirm(rank, u64(confirmed), *blocks.table.arrays)
+    kernels.confirm(rank, u64(confirmed), blocks.table.slots)
     blocks.check()
     left = len(set(inserted) - set(confirmed))
     assert len(blocks) == (NUM_RANKS - 1) * len(inserted) + left

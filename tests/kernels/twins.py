@@ -1,7 +1,6 @@
 """The plain twins of the kernels: what each computes, as a child could check it."""
 
 import struct
-from itertools import groupby
 
 import xxhash
 
@@ -23,27 +22,26 @@ def chain_blocks(block_hashes, parent, seed):
     return chained
 
 
-def segments(set_of_block):
-    """[(end, set), ...] of consecutive equal sets."""
-    ends, end = [], 0
-    for set_id, run in groupby(set_of_block):
-        end += len(list(run))
-        ends.append((end, set_id))
-    return ends
+def _has(rank, holders, own, pools):
+    """The classes in which a rank has a block that these holders have."""
+    mine = {own[h][1] for h in holders if h in own and own[h][0] == rank}
+    return mine | {3 for h in holders if rank in pools.get(h, ())}
 
 
-def overlap(holders_of_block, rank_of_holder, credit_of_holder):
-    """Per rank (depth, credit) over a list of sets of holders, one per leading block."""
-    result = {}
-    for rank in set(rank_of_holder):
-        depth, credit = 0, 0.0
-        for holders in holders_of_block:
-            credits = [credit_of_holder[h] for h in holders if rank_of_holder[h] == rank]
-            if not credits:
-                break
-            depth, credit = depth + 1, credit + max(credits)
-        result[rank] = (depth, credit)
-    return result
+def reaches(holders_of_block, own, pools, credits, num_ranks):
+    """([[depth of each rank] for each reach], [credit of each rank])."""
+    kinds = [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 3}]
+    has = [[_has(r, holders, own, pools) for holders in holders_of_block] for r in range(num_ranks)]
+    depths = [
+        [[*(bool(classes & kind) for classes in has[rank]), False].index(False)
+         for rank in range(num_ranks)]
+        for kind in kinds
+    ]  # fmt: skip
+    credit = [
+        sum(max(credits[c] for c in classes) for classes in has[rank][: depths[3][rank]])
+        for rank in range(num_ranks)
+    ]
+    return depths, credit
 
 
 def cost(prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth):

@@ -1,0 +1,137 @@
+"""Many events of a rank to holdings in one kernel call: records, and packed events.
+
+In:  events of one rank as arrays or bytes.   Out: holdings, the rank's domain and the speculative
+blocks changed.
+
+What it cannot do is left to BlockIndex, event by event: kernels/applying.py says what that is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.events import Rank
+from kvplug.index.applied import Applied, Refusal
+from kvplug.index.changes import Changes
+from kvplug.index.domain import Domain
+from kvplug.index.expiring import ExpiringBlocks, mark_of
+from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.holdings import NAMELESS, Holdings
+from kvplug.kernels import applying as kernels
+from kvplug.kernels.msgpack import PADDING
+from kvplug.records import Records
+
+U64 = npt.NDArray[np.uint64]
+U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+Flag = npt.NDArray[np.uint8]
+
+_MIN_SCRATCH = 256
+_PADDING = bytes(PADDING)
+
+
+class EventApplier:
+    """apply_records, apply_packed; `needs_decision` and `num_applied` tell how one ended."""
+
+    def __init__(
+        self,
+        block_size: int,
+        numbers: HolderNumbers,
+        holdings: Holdings,
+        speculative: ExpiringBlocks,
+        is_wanted: Flag,
+        changes: Changes,
+    ) -> None:
+        self._block_size = block_size
+        self._numbers, self._holdings, self._speculative = numbers, holdings, speculative
+        self._is_wanted, self._changes = is_wanted, changes
+        self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
+        self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
+        # What stays the same between calls, until an array grows or a rank comes or goes.
+        self._arrays: dict[Rank, tuple[Any, ...]] = {}
+        self._num_changes = 0
+        self.num_applied = 0
+
+    @property
+    def needs_decision(self) -> bool:
+        """Whether the event at which the last call ended is one for BlockIndex."""
+        return bool(self._counts[kernels.WHY] == kernels.NEEDS_DECISION)
+
+    def apply_records(
+        self, rank: Rank, domain: Domain, records: Records, first: int, max_blocks: int,
+        applied: Applied,
+    ) -> int:  # fmt: skip
+        """Apply from record `first` on; returns the number of the first that was not applied."""
+        at, why = first, kernels.NEEDS_ROOM
+        while why == kernels.NEEDS_ROOM:
+            mark, holder_of_tier, *arrays = self._arrays_for(rank, domain)
+            at = int(kernels.apply_records(
+                at, records.num_events, max_blocks, self._block_size, mark,
+                records.records, records.parents, records.names, records.tokens,
+                holder_of_tier, *arrays,
+            ))  # fmt: skip
+            why = self._count(rank, domain, applied)
+        return at
+
+    def apply_packed(self, rank: Rank, domain: Domain, payload: bytes, applied: Applied) -> bool:
+        """Whether all events of a payload are applied; `num_applied` are if not."""
+        data: U8 = np.frombuffer(payload + _PADDING, dtype=np.uint8)
+        number, position, why = 0, 0, kernels.NEEDS_ROOM
+        while why == kernels.NEEDS_ROOM:
+            arrays = self._arrays_for(rank, domain)
+            number = int(kernels.apply_packed(number, position, data, *arrays))
+            why = self._count(rank, domain, applied)
+            position = int(self._counts[kernels.POSITION])
+        self.num_applied = number
+        return why == kernels.DONE
+
+    def members_of(self, domain: Domain) -> U64:
+        """The holders of a domain's ranks as bits; none at all if there is no other domain."""
+        if len(domain.ranks) == len(self._numbers):
+            return NAMELESS
+        return self._holdings.sets.mask_of(self._numbers.holders_of(domain.ranks))
+
+    def _arrays_for(self, rank: Rank, domain: Domain) -> tuple[Any, ...]:
+        if self._num_changes != self._changes.count:
+            self._arrays.clear()
+        arrays = self._arrays.get(rank)
+        if arrays is None:
+            arrays = self._arrays[rank] = self._collect(rank, domain)
+            self._num_changes = self._changes.count
+        return arrays
+
+    def _collect(self, rank: Rank, domain: Domain) -> tuple[Any, ...]:
+        number = self._numbers.number_of(rank)
+        return (
+            mark_of(number),
+            self._numbers.holder_of_tier(number),
+            domain.table.slots,
+            self.members_of(domain),
+            *self._holdings.arrays,
+            self._speculative.table.slots,
+            self._scratch,
+            self._is_wanted,
+            self._counts,
+        )
+
+    def _count(self, rank: Rank, domain: Domain, applied: Applied) -> int:
+        """Add up what a call has done; returns why it ended, with room made if it needs that."""
+        num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
+        applied.num_stored += num_stored
+        applied.num_removed += num_removed
+        if num_unknown:
+            applied.refuse(Refusal.UNKNOWN_BLOCK, num_unknown)
+        if why == kernels.NEEDS_ROOM:
+            self._make_room(rank, domain, num_wanted)
+        return int(why)
+
+    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int) -> None:
+        number = self._numbers.number_of(rank)
+        domain.table.reserve(num_blocks)
+        self._holdings.reserve(int(self._numbers.holder_of_tier(number).max()), num_blocks)
+        if 3 * num_blocks > len(self._scratch):
+            self._scratch = np.empty(6 * num_blocks, dtype=np.uint64)
+        self._changes.count += 1
