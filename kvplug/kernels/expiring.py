@@ -214,8 +214,10 @@ def expire(
 @kernel(void(i8, reads(u8), writes(u8)))
 def confirm(rank: Index, hashes: U64, slots: U64) -> None:
     """End the rank's entries of these blocks; their nodes expire later, without effect."""
-    marked = mark(rank)
+    marked, capacity = mark(rank), capacity_of(slots)
     for i in range(len(hashes)):
+        if i + _NUM_TOUCHED < len(hashes):
+            prefetch(slots, _2 * home_of(hashes[i + _NUM_TOUCHED] ^ marked, capacity))
         delete(slots, hashes[i] ^ marked)
 
 
