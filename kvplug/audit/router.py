@@ -163,6 +163,7 @@ class AuditedRouter(Router):
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
         """As Router.apply, with an eye on what goes under requests in flight."""
+        self.require_events(rank)
         sent_s, applied = self._times.sent(rank, batch.ts, self._clock()), Applied()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
@@ -176,6 +177,7 @@ class AuditedRouter(Router):
 
     def apply_records(self, rank: Rank, records: Records) -> Applied:
         """As Router.apply_records, in the same way."""
+        self.require_events(rank)
         sent_s = self._times.sent(rank, records.ts, self._clock())
         applied, at = Applied(), 0
         with self._deciding.patiently as turn:
@@ -288,7 +290,8 @@ class AuditedRouter(Router):
         verdict = expectation.judge(cached_tokens)
         if not verdict.is_wrong:
             return False
-        if self._times.heard_until(expectation.rank) <= expectation.answered_s + TOLERANCE_S:
+        heard_s = self._times.heard_until(expectation.rank)
+        if self.config.use_kv_events and heard_s <= expectation.answered_s + TOLERANCE_S:
             return True  # its events of that time are still under way, or it has none
         is_speculative = verdict is Verdict.WRONG_SPECULATIVE
         return is_speculative and self._awaits_creator(expectation, cached_tokens)

@@ -3,6 +3,6 @@
 block_index   BlockIndex: apply events, match requests, remove workers
 holdings      the relation block x holder, in arrays
 engine_hashes what an engine calls a block
-speculative   blocks that a routed request is about to create
+expiring      blocks that a rank is taken to hold for a while, as it was sent them
 hash_table    a growing open-addressing table over kernels/table.py
 """

@@ -46,10 +46,10 @@ from kvplug.index.changes import Changes
 from kvplug.index.domain import Domain
 from kvplug.index.event_applier import EventApplier, Flag
 from kvplug.index.evicting import Eviction
+from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
 from kvplug.index.room import Room
-from kvplug.index.speculative import SpeculativeBlocks
 from kvplug.index.sweeping import Clearing
 from kvplug.kernels import checking, matching
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
@@ -112,7 +112,7 @@ class BlockIndex:
         self._changes = Changes()
         self.numbers = HolderNumbers(self._changes)
         self.holdings = Holdings(self._changes)
-        self.speculative = SpeculativeBlocks(speculative_ttl_s)
+        self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
         self._worth: F64 = np.ones(0)
         self._credits: F64 = np.zeros(0)  # of each class of memory, and the worth of each rank
         self._domain_of: dict[Rank, Domain] = {}
@@ -317,6 +317,7 @@ class BlockIndex:
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
         self.holdings.check()
+        self.speculative.check()
         for rank, domain in self._domain_of.items():
             if rank not in domain.ranks or rank not in self.numbers:
                 raise IndexCorruptError(f"index: {rank} is in no domain or has no number")

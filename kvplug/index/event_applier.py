@@ -16,10 +16,10 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.domain import Domain
+from kvplug.index.expiring import ExpiringBlocks, mark_of
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import NAMELESS
 from kvplug.index.room import Room
-from kvplug.index.speculative import SpeculativeBlocks, mark_of
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.msgpack import PADDING
 from kvplug.records import Records
@@ -41,7 +41,7 @@ class EventApplier:
         block_size: int,
         numbers: HolderNumbers,
         room: Room,
-        speculative: SpeculativeBlocks,
+        speculative: ExpiringBlocks,
         is_wanted: Flag,
     ) -> None:
         self._block_size = block_size

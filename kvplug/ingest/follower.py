@@ -49,8 +49,9 @@ class Follower:
         settings: RepairSettings | None = None,
     ) -> None:
         """`stale_worth`: what residency is worth while the rank is STALE, by default the router's
-        `stale_worth`.
+        `stale_worth`. ConfigError if the router uses no events.
         """
+        router.require_events(rank)
         self.rank = rank
         self.connected = False
         self.num_messages = 0

@@ -5,6 +5,8 @@ In:  what happened to its event stream.   Out: a TrustState, for scores, health 
     EXACT   every event was seen: the index has the engine's blocks, no more and no less
     STALE   something is missing or being repaired; what is known earns a part of its credit
     BLIND   no usable events: nothing is known
+
+    APPROXIMATE  events are not used: what was routed there lately is taken to be there
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class Trust(StrEnum):
     EXACT = "exact"
     STALE = "stale"
     BLIND = "blind"
+    APPROXIMATE = "approximate"
 
 
 class TrustState(Struct, frozen=True):
@@ -31,6 +34,11 @@ class TrustState(Struct, frozen=True):
 
 
 EXACT = TrustState(Trust.EXACT)
+APPROXIMATE = TrustState(
+    Trust.APPROXIMATE,
+    "events are not used: what was routed to it lately counts as cached",
+    "none needed; start the router without --no-kv-events to go by what the engine says",
+)
 NEVER_CONNECTED = TrustState(
     Trust.BLIND,
     "its event stream was never connected",

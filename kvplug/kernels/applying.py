@@ -59,7 +59,7 @@ class _Scratch(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """What an event changes. `expected`: the table of kvplug/index/speculative.py."""
+    """What an event changes. `expected`: the table of kvplug/index/expiring.py."""
 
     blocks: Blocks
     names: Names

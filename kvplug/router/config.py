@@ -25,6 +25,8 @@ class RouterConfig:
     overlap_score_weight: what a block to prefill costs in blocks to decode; 0 is pure load.
     temperature: 0 takes the lowest cost; above, softmax over costs rescaled to [0, 1].
     speculative_ttl_s: how long a routed prompt counts as cached until the engine says so; 0 is off.
+    use_kv_events: False is the approximate mode: events are refused, and a routed prompt counts as
+    cached where it went for approximate_ttl_s after the last request that had it.
     stale_worth: what the blocks of a rank count for while some of its events are missing, 0 to 1.
     request_expiry_s: a request that nobody finishes stops counting as load after this time.
     """
@@ -34,6 +36,8 @@ class RouterConfig:
     overlap_score_weight: float = 1.0
     temperature: float = 0.0
     speculative_ttl_s: float = 2.0
+    use_kv_events: bool = True
+    approximate_ttl_s: float = 120.0
     stale_worth: float = 0.5
     request_expiry_s: float = 600.0
 
@@ -47,8 +51,14 @@ class RouterConfig:
             _require_at_least_0(name, getattr(self, name))
         if not 0 <= self.stale_worth <= 1:
             raise ConfigError(f"stale_worth must be in [0, 1], got {self.stale_worth}")
-        if not self.request_expiry_s > 0:
-            raise ConfigError(f"request_expiry_s must be above 0, got {self.request_expiry_s}")
+        for name in ("request_expiry_s", "approximate_ttl_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    @property
+    def routed_ttl_s(self) -> float:
+        """How long a routed prompt counts as cached, in the mode that is on."""
+        return self.speculative_ttl_s if self.use_kv_events else self.approximate_ttl_s
 
 
 def _require_at_least_0(name: str, value: float) -> None:

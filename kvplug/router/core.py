@@ -26,7 +26,7 @@ from kvplug.index.block_index import BlockIndex, Overlap
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
 from kvplug.router.cost import cost_per_rank
-from kvplug.router.fleet_index import FleetIndex, Section
+from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex, Section
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
 from kvplug.router.prompt import Prompt
@@ -81,8 +81,8 @@ class Router:
         self.config = config or RouterConfig()
         self._lock = QueryFirstLock()
         self.fleet_index = FleetIndex(
-            self.config.block_size,
-            speculative_ttl_s=self.config.speculative_ttl_s,
+            self._block_size(),
+            speculative_ttl_s=self.config.routed_ttl_s,
             is_wanted=self._lock.is_wanted,
         )
         self.load = ActiveLoad(self.config.request_expiry_s)
@@ -127,18 +127,31 @@ class Router:
             self.fleet_index.remove_worker(worker)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
-        """Remember what a rank's engine said; returns what was stored, removed and refused."""
+        """Remember what a rank's engine said; returns what was stored, removed and refused.
+
+        ConfigError in the approximate mode.
+        """
+        self.require_events(rank)
         with self._lock.patiently:
             return self.fleet_index.apply(rank, batch)
 
     def apply_records(self, rank: Rank, records: Records) -> Applied:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
+        self.require_events(rank)
         applied, at = Applied(), 0
         with self._lock.patiently as turn:
             while at < records.num_events:
                 at = self.fleet_index.apply_records(rank, records, at, BLOCKS_PER_SLICE, applied)
                 turn.give_way()
         return applied
+
+    def require_events(self, rank: Rank) -> None:
+        """ConfigError in the approximate mode, which goes by its own decisions alone."""
+        if not self.config.use_kv_events:
+            raise ConfigError(
+                f"cannot apply events of {rank}: expected a router with use_kv_events=True, "
+                "this one has False and goes by its own decisions"
+            )
 
     def set_worth(self, rank: Rank, worth: float) -> None:
         """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
@@ -203,6 +216,11 @@ class Router:
                     "(finished before, or expired)"
                 )
 
+    def _block_size(self) -> int | None:
+        """Without events nobody would tell the block size."""
+        known = self.config.block_size
+        return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
+
     def _offer(self, section: Section, prompt: Prompt, now_s: float) -> _Offer:
         num_ranks = len(self.fleet_index.numbers.ranks)
         hashes = prompt.hashes(section.index.hasher)
@@ -221,7 +239,9 @@ class Router:
             section = self.fleet_index.section_of(rank)
             offer = next(each for each in offers if each.section is section)
         depth = int(offer.overlap.depth[number])
-        offer.section.expect(number, offer.hashes[depth:], now_s)
+        # What events do not confirm is renewed by each request that has it.
+        first = depth if self.config.use_kv_events else 0
+        offer.section.expect(number, offer.hashes[first:], now_s)
         cached_tokens = depth * offer.section.block_size
         deadline_s = self.load.deadline_s(now_s)
         prefill_tokens = len(prompt) - cached_tokens

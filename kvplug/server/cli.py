@@ -35,6 +35,8 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         overlap_score_weight=arguments.kv_overlap_score_weight,
         temperature=arguments.router_temperature,
         speculative_ttl_s=arguments.speculative_ttl_s,
+        use_kv_events=arguments.use_kv_events,
+        approximate_ttl_s=arguments.approximate_ttl_s,
     )
     return ServerConfig(
         workers=tuple(WorkerSpec.parse(text) for text in arguments.worker),
@@ -128,4 +130,16 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=_ROUTER.speculative_ttl_s,
         help="how long a routed prompt counts as cached until the engine says so; 0 is off",
+    )
+    add(
+        "--no-kv-events",
+        dest="use_kv_events",
+        action="store_false",
+        help="use no events: what was routed to a worker counts as cached there for a while",
+    )
+    add(
+        "--approximate-ttl-s",
+        type=float,
+        default=_ROUTER.approximate_ttl_s,
+        help="with --no-kv-events: for how long after the last request that had it",
     )

@@ -59,17 +59,19 @@ class Fleet:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
         self._listener = EventListener()
-        self._collector = EventCollector(config.events_bind) if config.events_bind else None
+        binds = config.events_bind is not None and self.uses_events
+        self._collector = EventCollector(str(config.events_bind)) if binds else None
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""
-        self._listener.start()
-        if self._collector is not None:
-            self._collector.start()
         for worker in self.workers.values():
             self._router.add_worker(worker.url, block_size=worker.spec.block_size)
-            self._follow(worker)
+        if self.uses_events:
+            self._follow_all()
+        else:
+            seconds = self._config.router.approximate_ttl_s
+            logger.info("approximate: what is routed counts as cached for %g s", seconds)
         await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
             task = asyncio.create_task(self._watch(worker), name=f"watch {worker.url}")
@@ -80,9 +82,15 @@ class Fleet:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.to_thread(self._listener.stop)
+        if self.uses_events:
+            await asyncio.to_thread(self._listener.stop)
         if self._collector is not None:
             await asyncio.to_thread(self._collector.stop)
+
+    @property
+    def uses_events(self) -> bool:
+        """Whether the workers' events are followed; if not, none of them has a follower."""
+        return self._config.router.use_kv_events
 
     @property
     def events_endpoint(self) -> str | None:
@@ -116,6 +124,13 @@ class Fleet:
         if worker.is_up:
             logger.warning("worker %s is down: %s", url, reason)
         worker.down_because = reason
+
+    def _follow_all(self) -> None:
+        self._listener.start()
+        if self._collector is not None:
+            self._collector.start()
+        for worker in self.workers.values():
+            self._follow(worker)
 
     def _follow(self, worker: Worker) -> None:
         topic = Topic.parse(worker.spec.topic)
@@ -158,6 +173,8 @@ class Fleet:
         if not worker.is_up:
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
+            if not self.uses_events:
+                self._router.clear(Rank(worker.url))  # it may come back with an empty cache
 
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__

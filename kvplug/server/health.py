@@ -13,6 +13,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import APPROXIMATE, TrustState
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet, Worker
 
@@ -39,9 +40,16 @@ class Health:
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
-            "events": _events(worker, self._fleet.events_endpoint),
+            "events": self._events(worker),
             "audit": None if ledger is None else _audit(ledger),
         }
+
+    def _events(self, worker: Worker) -> dict[str, Any] | None:
+        """None if the worker publishes none, though they would be used."""
+        if not self._fleet.uses_events:
+            return {"endpoint": None, "connected": False} | _trust(APPROXIMATE)
+        endpoint = worker.spec.events or self._fleet.events_endpoint
+        return None if worker.follower is None else _of_stream(worker.follower, endpoint)
 
 
 def _audit(ledger: RankLedger) -> dict[str, Any]:
@@ -55,17 +63,15 @@ def _audit(ledger: RankLedger) -> dict[str, Any]:
     }
 
 
-def _events(worker: Worker, shared_endpoint: str | None) -> dict[str, Any] | None:
-    """None if the worker publishes none."""
-    follower = worker.follower
-    if follower is None:
-        return None
+def _trust(trust: TrustState) -> dict[str, Any]:
+    return {"trust": trust.level, "reason": trust.reason, "cure": trust.cure}
+
+
+def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
     return {
-        "endpoint": worker.spec.events or shared_endpoint,
+        "endpoint": endpoint,
         "connected": follower.connected,
-        "trust": follower.trust.level,
-        "reason": follower.trust.reason,
-        "cure": follower.trust.cure,
+        **_trust(follower.trust),
         "last_sequence": follower.repair.last,
         "messages": follower.num_messages,
         "messages_missed": follower.repair.num_missed,

@@ -101,11 +101,17 @@ class _Readings(Collector):
         labels = ["model", "block_size"]
         blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", labels=labels)
         nbytes = GaugeMetricFamily("kvplug_index_bytes", "memory of the index", labels=labels)
+        text = "blocks that count as cached because they were routed, those just overdue too"
+        routed = GaugeMetricFamily("kvplug_routed_blocks", text, labels=labels)
+        text = "of those, dropped before their time for want of room"
+        lost = CounterMetricFamily("kvplug_routed_blocks_lost", text, labels=labels)
         for section in sections:
             of = [section.model, str(section.block_size)]
             blocks.add_metric(of, len(section.index))
             nbytes.add_metric(of, section.index.nbytes)
-        yield from (blocks, nbytes)
+            routed.add_metric(of, len(section.index.speculative))
+            lost.add_metric(of, section.index.speculative.num_lost)
+        yield from (blocks, nbytes, routed, lost)
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
         expired = "requests that nobody finished in time"
         yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
@@ -139,13 +145,20 @@ class _Readings(Collector):
         )
         for url, follower in followers:
             connected.add_metric([url], follower.connected)
-            for level in Trust:
-                trust.add_metric([url, level], follower.trust.level is level)
+            _add_levels(trust, url, follower.trust.level)
             for reason, count in follower.skipped.items():
                 skipped.add_metric([url, reason], count)
+        if not self._fleet.uses_events:
+            for url in self._fleet.workers:
+                _add_levels(trust, url, Trust.APPROXIMATE)
         yield from (connected, trust, skipped)
         for name, (text, read) in _OF_FOLLOWER.items():
             family = CounterMetricFamily(name, text, labels=["worker"])
             for url, follower in followers:
                 family.add_metric([url], read(follower))
             yield family
+
+
+def _add_levels(family: GaugeMetricFamily, url: str, current: Trust) -> None:
+    for level in Trust:
+        family.add_metric([url, level], level is current)

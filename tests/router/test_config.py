@@ -13,6 +13,8 @@ from kvplug.router.config import RouterConfig
         ({"temperature": float("nan")}, "temperature must be a finite number"),
         ({"speculative_ttl_s": float("inf")}, "speculative_ttl_s must be a finite number"),
         ({"request_expiry_s": 0}, "request_expiry_s must be above 0"),
+        ({"approximate_ttl_s": 0}, "approximate_ttl_s must be above 0"),
+        ({"approximate_ttl_s": float("nan")}, "approximate_ttl_s must be above 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(setting, sentence):

@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import AsyncExitStack
 
 import aiohttp
+import pytest
 
 from kvplug.audit.expectation import Verdict
 from kvplug.router.config import RouterConfig
@@ -15,14 +16,22 @@ from tests.sim.test_service import config
 from tests.waiting import until
 
 
-async def test_the_router_predicts_what_the_engines_find():
+@pytest.mark.parametrize("use_kv_events", [True, False])
+async def test_the_router_predicts_what_the_engines_find(use_kv_events):
     async with AsyncExitStack() as started:
         engines = [await started.enter_async_context(EngineService(config())) for _ in range(2)]
         workers = tuple(WorkerSpec(url=each.url, events=each.events_endpoint) for each in engines)
         router = await started.enter_async_context(
-            RouterService(ServerConfig(workers=workers, port=0, router=RouterConfig(block_size=4)))
+            RouterService(
+                ServerConfig(
+                    workers=workers,
+                    port=0,
+                    router=RouterConfig(block_size=4, use_kv_events=use_kv_events),
+                )
+            )
         )
-        followers = [worker.follower for worker in router.fleet.workers.values()]
+        followers = [w.follower for w in router.fleet.workers.values() if w.follower]
+        assert len(followers) == (2 if use_kv_events else 0)
         await until(lambda: all(each.connected for each in followers), "events are followed")
         session = await started.enter_async_context(aiohttp.ClientSession())
         for number in range(30):

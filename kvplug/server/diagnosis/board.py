@@ -136,6 +136,7 @@ class Diagnosis:
         return WorkerView(
             url=worker.url,
             down_because=worker.down_because,
+            uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
             block_size=self._router.index_of(Rank(worker.url)).block_size,
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),

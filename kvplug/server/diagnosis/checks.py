@@ -34,9 +34,13 @@ def check_all(views: Sequence[WorkerView]) -> list[Finding]:
     """The findings of a fleet, by worker and then by code."""
     up = [view for view in views if view.down_because is None]
     found = [_worker_down(view) for view in views if view.down_because is not None]
-    found += [finding for view in up for check in _OF_WORKER for finding in check(view)]
+    found += [finding for view in up for check in _checks_of(view) for finding in check(view)]
     found += [finding for compare in _OF_FLEET for finding in compare(up)]
     return sorted(found, key=lambda finding: (finding.worker, finding.code))
+
+
+def _checks_of(view: WorkerView) -> tuple[Callable[[WorkerView], Found], ...]:
+    return _OF_EVENTS + _OF_WORKER if view.uses_events else _OF_WORKER
 
 
 def _worker_down(view: WorkerView) -> Finding:
@@ -230,6 +234,8 @@ def _incorrect_routing(view: WorkerView) -> Found:
     if ledger.incorrect_rate > _MAX_INCORRECT:
         seen = f"{ledger.incorrect_rate:.1%} of the last audited requests had fewer cached tokens"
         cure = "see its other findings; kvplug_audited_total says whether events or timing is wrong"
+        if not view.uses_events:
+            cure = "lower --approximate-ttl-s, or go by KV events (leave out --no-kv-events)"
         expected = f"at most {_MAX_INCORRECT:.0%} incorrectly routed"
         yield Finding(view.url, Code.INCORRECT_ROUTING, expected, seen, cure)
 
@@ -258,9 +264,12 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
             yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, cure)
 
 
-_OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
+_OF_EVENTS: tuple[Callable[[WorkerView], Found], ...] = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
-    *(_event_format, _block_size, _prefix_caching, _hash_mismatch, _tokenizer, _no_tokenizer),
-    *(_data_parallel, _cached_tokens, _incorrect_routing),
+    *(_event_format, _hash_mismatch),
+)
+_OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
+    *(_block_size, _prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens),
+    _incorrect_routing,
 )
 _OF_FLEET: tuple[Callable[[Sequence[WorkerView]], Found], ...] = (_models_differ, _versions_differ)

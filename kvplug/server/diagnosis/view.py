@@ -40,6 +40,7 @@ class Disagreement:
 class WorkerView:
     """One worker. models: name -> where it was loaded from.
 
+    uses_events: whether the router goes by events at all;
     block_size, num_ranks, topic: what the router goes by; events: the endpoint that it was given;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
@@ -48,6 +49,7 @@ class WorkerView:
 
     url: str
     down_because: str | None = None
+    uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
     block_size: int = 16
     num_ranks: int = 1

@@ -160,6 +160,18 @@ def test_a_rate_of_incorrect_routing_is_a_finding_once_enough_is_audited():
     assert (finding.code, finding.seen[:4]) == (Code.INCORRECT_ROUTING, "1.5%")
 
 
+def test_without_events_none_is_missed_and_the_rate_has_another_cure():
+    audited = RankLedger()
+    audited.num_by_verdict.update(wrong_speculative=10, as_predicted=190)
+    audited._wrong.extend([True] * 10 + [False] * 190)
+    silent = facts(publishes=False, replays=False, event_format="default")
+    more = {"uses_events": False, "events": None, "stream": None, "facts": silent}
+    assert check_all([view(**more)]) == []
+    [finding] = check_all([view(**more, ledger=audited)])
+    assert finding.code is Code.INCORRECT_ROUTING
+    assert "--approximate-ttl-s" in finding.cure
+
+
 def test_one_name_for_two_models_is_named():
     other = view(url="http://b", models={"m": "/models/other"})
     moved = view(url="http://c", models={"m": "/elsewhere/m/"})
