@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_BLOCK_SIZE
+from kvplug.index.bounds import Bounds
 
 Mode = Literal["kv", "round_robin"]
 
@@ -28,6 +29,8 @@ class RouterConfig:
     use_kv_events: False is the approximate mode: events are refused, and a routed prompt counts as
     cached where it went for approximate_ttl_s after the last request that had it.
     stale_worth: what the blocks of a rank count for while some of its events are missing, 0 to 1.
+    max_index_blocks, max_index_bytes: bounds of each index (one per model and block size); past
+    them the tails of prefixes that were used longest ago go. None is no bound.
     request_expiry_s: a request that nobody finishes stops counting as load after this time.
     """
 
@@ -39,6 +42,8 @@ class RouterConfig:
     use_kv_events: bool = True
     approximate_ttl_s: float = 120.0
     stale_worth: float = 0.5
+    max_index_blocks: int | None = None
+    max_index_bytes: int | None = None
     request_expiry_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -49,11 +54,17 @@ class RouterConfig:
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
         for name in ("overlap_score_weight", "temperature", "speculative_ttl_s"):
             _require_at_least_0(name, getattr(self, name))
+        _ = self.bounds  # checks itself
         if not 0 <= self.stale_worth <= 1:
             raise ConfigError(f"stale_worth must be in [0, 1], got {self.stale_worth}")
         for name in ("request_expiry_s", "approximate_ttl_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of each index; ConfigError for senseless ones."""
+        return Bounds(max_blocks=self.max_index_blocks, max_bytes=self.max_index_bytes)
 
     @property
     def routed_ttl_s(self) -> float:

@@ -84,6 +84,7 @@ class Router:
             self._block_size(),
             speculative_ttl_s=self.config.routed_ttl_s,
             is_wanted=self._lock.is_wanted,
+            bounds=self.config.bounds,
         )
         self.load = ActiveLoad(self.config.request_expiry_s)
         self._round_robin = RoundRobin()

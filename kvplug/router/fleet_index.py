@@ -28,6 +28,7 @@ from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.sweeping import Clearing
@@ -98,12 +99,18 @@ class FleetIndex:
     """
 
     def __init__(
-        self, block_size: int | None, *, speculative_ttl_s: float, is_wanted: Flag | None = None
+        self,
+        block_size: int | None,
+        *,
+        speculative_ttl_s: float,
+        is_wanted: Flag | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
         self.block_size = block_size
         self.numbers = HolderNumbers()
         self.sections: tuple[Section, ...] = ()
         self._speculative_ttl_s, self._is_wanted = speculative_ttl_s, is_wanted
+        self._bounds = bounds
         self._members: dict[str, _Member] = {}
         self._worth: dict[Rank, float] = {}
         self._section_of_number: list[int] = []
@@ -277,7 +284,10 @@ class FleetIndex:
 
     def _index(self, block_size: int) -> BlockIndex:
         return BlockIndex(
-            block_size, speculative_ttl_s=self._speculative_ttl_s, is_wanted=self._is_wanted
+            block_size,
+            speculative_ttl_s=self._speculative_ttl_s,
+            is_wanted=self._is_wanted,
+            bounds=self._bounds,
         )
 
     def _members_of(self, section: Section) -> list[_Member]:

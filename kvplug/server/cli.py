@@ -37,6 +37,8 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         speculative_ttl_s=arguments.speculative_ttl_s,
         use_kv_events=arguments.use_kv_events,
         approximate_ttl_s=arguments.approximate_ttl_s,
+        max_index_blocks=arguments.max_index_blocks,
+        max_index_bytes=arguments.max_index_bytes,
     )
     return ServerConfig(
         workers=tuple(WorkerSpec.parse(text) for text in arguments.worker),
@@ -130,6 +132,16 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=_ROUTER.speculative_ttl_s,
         help="how long a routed prompt counts as cached until the engine says so; 0 is off",
+    )
+    add(
+        "--max-index-blocks",
+        type=int,
+        help="distinct blocks that each index holds at most; the tails used longest ago go first",
+    )
+    add(
+        "--max-index-bytes",
+        type=int,
+        help="memory that each index takes at most",
     )
     add(
         "--no-kv-events",

@@ -112,6 +112,7 @@ class _Readings(Collector):
             routed.add_metric(of, len(section.index.speculative))
             lost.add_metric(of, section.index.speculative.num_lost)
         yield from (blocks, nbytes, routed, lost)
+        yield from self._of_bounds()
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
         expired = "requests that nobody finished in time"
         yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
@@ -125,6 +126,30 @@ class _Readings(Collector):
         for reason, count in self._prompts.without_prefix.items():
             family.add_metric([reason], count)
         yield family
+
+    def _of_bounds(self) -> Iterator[Metric]:
+        labels = ["model", "block_size"]
+        text = "blocks that left the index for its bounds"
+        blocks = CounterMetricFamily("kvplug_index_evicted_blocks", text, labels=labels)
+        text = "pairs of a block and a holder that left the index for its bounds"
+        pairs = CounterMetricFamily("kvplug_index_evicted_memberships", text, labels=labels)
+        for section in self._router.fleet_index.sections:
+            lost = section.index.room.lost
+            blocks.add_metric([section.model, str(section.block_size)], lost.num_blocks)
+            pairs.add_metric([section.model, str(section.block_size)], lost.num_memberships)
+        yield from (blocks, pairs)
+
+    def _of_bounds(self) -> Iterator[Metric]:
+        labels = ["model", "block_size"]
+        text = "blocks that left the index for its bounds"
+        blocks = CounterMetricFamily("kvplug_index_evicted_blocks", text, labels=labels)
+        text = "pairs of a block and a holder that left the index for its bounds"
+        pairs = CounterMetricFamily("kvplug_index_evicted_memberships", text, labels=labels)
+        for section in self._router.fleet_index.sections:
+            lost = section.index.room.lost
+            blocks.add_metric([section.model, str(section.block_size)], lost.num_blocks)
+            pairs.add_metric([section.model, str(section.block_size)], lost.num_memberships)
+        yield from (blocks, pairs)
 
     def _of_workers(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvplug_worker_up", "1 if the worker is up", labels=["worker"])
