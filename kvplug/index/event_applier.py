@@ -8,8 +8,6 @@ What it cannot do is left to BlockIndex, event by event: kernels/applying.py say
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +19,7 @@ from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import NAMELESS
 from kvplug.index.room import Room
 from kvplug.kernels import applying as kernels
+from kvplug.kernels.bundle import Bundle
 from kvplug.kernels.msgpack import PADDING
 from kvplug.records import Records
 
@@ -51,7 +50,7 @@ class EventApplier:
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
         # What stays the same between calls, until an array grows or a rank comes or goes.
-        self._arrays: dict[Rank, tuple[Any, ...]] = {}
+        self._bundles: dict[Rank, Bundle] = {}
         self._num_changes = 0
         self.num_applied = 0
 
@@ -73,11 +72,10 @@ class EventApplier:
         """Apply from record `first` on; returns the number of the first that was not applied."""
         at, again = first, True
         while again:
-            mark, holder_of_tier, *arrays = self._arrays_for(rank, domain)
             at = int(kernels.apply_records(
-                at, records.num_events, max_blocks, self._block_size, mark,
+                at, records.num_events, max_blocks, self._block_size,
                 records.records, records.parents, records.names, records.tokens,
-                holder_of_tier, *arrays,
+                self._bundle_for(rank, domain), self._is_wanted, self._counts,
             ))  # fmt: skip
             again = self._count(rank, domain, applied)
         return at
@@ -87,8 +85,8 @@ class EventApplier:
         data: U8 = np.frombuffer(payload + _PADDING, dtype=np.uint8)
         number, position, again = 0, 0, True
         while again:
-            arrays = self._arrays_for(rank, domain)
-            number = int(kernels.apply_packed(number, position, data, *arrays))
+            bundle = self._bundle_for(rank, domain)
+            number = int(kernels.apply_packed(number, position, data, bundle, self._counts))
             again = self._count(rank, domain, applied)
             position = int(self._counts[kernels.POSITION])
         self.num_applied = number
@@ -100,27 +98,22 @@ class EventApplier:
             return NAMELESS
         return self._holdings.sets.mask_of(self._numbers.holders_of(domain.ranks))
 
-    def _arrays_for(self, rank: Rank, domain: Domain) -> tuple[Any, ...]:
+    def _bundle_for(self, rank: Rank, domain: Domain) -> U64:
         if self._num_changes != self._changes.count:
-            self._arrays.clear()
-        arrays = self._arrays.get(rank)
-        if arrays is None:
-            arrays = self._arrays[rank] = self._collect(rank, domain)
+            self._bundles.clear()
+        bundle = self._bundles.get(rank)
+        if bundle is None:
+            bundle = self._bundles[rank] = self._collect(rank, domain)
             self._num_changes = self._changes.count
-        return arrays
+        return bundle.words
 
-    def _collect(self, rank: Rank, domain: Domain) -> tuple[Any, ...]:
+    def _collect(self, rank: Rank, domain: Domain) -> Bundle:
         number = self._numbers.number_of(rank)
-        return (
-            mark_of(number),
-            self._numbers.holder_of_tier(number),
-            domain.table.slots,
-            self.members_of(domain),
-            *self._holdings.arrays,
-            self._speculative.table.slots,
-            self._scratch,
-            self._is_wanted,
-            self._counts,
+        holders = self._numbers.holder_of_tier(number)
+        names, expected = domain.table.slots, self._speculative.table.slots
+        of_rank = np.concatenate([[mark_of(number)], holders.astype(np.uint64)])
+        return Bundle(
+            *self._holdings.arrays, names, self.members_of(domain), expected, self._scratch, of_rank
         )
 
     def _count(self, rank: Rank, domain: Domain, applied: Applied) -> bool:

@@ -12,6 +12,7 @@ so callers check them. With NUMBA_DISABLE_JIT=1 every kernel is the plain Python
 
 import threading
 from collections.abc import Callable
+from ctypes import c_char
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -22,10 +23,31 @@ from llvmlite import ir
 from numba import types
 from numba.core.caching import NullCache
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 __all__ = [
-    "b1", "compile_all", "f8", "fold_multiply", "i4", "i8", "inlined", "inlined_allocating",
-    "kernel", "load_u64", "prefetch", "reads", "trailing_zeros", "u1", "u4", "u8", "void", "writes",
+    "b1",
+    "compile_all",
+    "f8",
+    "f64_of",
+    "fold_multiply",
+    "i4",
+    "i8",
+    "i64_of",
+    "inlined",
+    "inlined_allocating",
+    "kernel",
+    "load_u64",
+    "prefetch",
+    "reads",
+    "trailing_zeros",
+    "u1",
+    "u4",
+    "u8",
+    "u32_of",
+    "u64_of",
+    "void",
+    "writes",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -206,6 +228,42 @@ def _load_u64(typing_context: Any, data: Any, at: Any) -> Any:
         return builder.load(address, align=1)
 
     return u8(data, u8), generate
+
+
+def _array_of(dtype: Any, kind: str) -> Callable[[Any, Any], Any]:
+    """A function (bundle, number) -> the array that a bundle (kernels/bundle.py) has there.
+
+    Nothing keeps the memory of the array alive, and as an intrinsic it may be given back by parts
+    that do not count references.
+    """
+    as_array = types.Array(dtype, 1, "C")
+
+    @intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+    def of(typing_context: Any, bundle: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            words = context.make_array(signature.args[0])(context, builder, args[0]).data
+            at = builder.mul(args[1], ir.Constant(ir.IntType(64), 2))
+            address = builder.load(builder.gep(words, [at]))
+            length = builder.load(builder.gep(words, [builder.add(at, ir.Constant(at.type, 1))]))
+            array = context.make_array(as_array)(context, builder)
+            size = context.get_abi_sizeof(context.get_data_type(dtype))
+            step = context.get_constant(types.intp, size)
+            data = builder.inttoptr(address, array.data.type)
+            populate_array(array, data, [length], [step], step, None)
+            return array._getvalue()
+
+        return as_array(bundle, i8), generate
+
+    def twin(bundle: Any, number: Any) -> Any:
+        address, length = int(bundle[2 * number]), int(bundle[2 * number + 1])
+        memory = (c_char * (length * np.dtype(kind).itemsize)).from_address(address)
+        return np.frombuffer(cast("Any", memory), dtype=kind)
+
+    return cast("Callable[[Any, Any], Any]", twin if numba.config.DISABLE_JIT else of)
+
+
+u64_of, i64_of = _array_of(types.uint64, "u8"), _array_of(types.int64, "i8")
+u32_of, f64_of = _array_of(types.uint32, "u4"), _array_of(types.float64, "f8")
 
 
 def _prefetch_twin(array: Any, at: Any) -> None:

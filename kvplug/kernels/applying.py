@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvplug.kernels import msgpack, runs, wire
 from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u1, u4, u8, writes
+from kvplug.kernels.bundle import i64_of, u32_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.residency import (
     NOT_HELD,
@@ -46,8 +47,11 @@ NUM_COUNTS = 6
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
 VERSION = 1  # kvplug/packed.py
 _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
-_BLOCKS = (writes(u8), writes(u8), writes(u8), writes(u8), writes(u8), writes(u4), writes(i8))
-_REST = (writes(u8), reads(u8), *_BLOCKS, writes(u8), writes(u8), reads(u1), writes(i8))
+# The arrays of a bundle (kernels/bundle.py). OF_RANK has, in a word each: the rank's mark in the
+# table of expected blocks, and its holder in each tier, -1 for none.
+(
+    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, NAMES, MEMBERS, EXPECTED, SCRATCH, OF_RANK,
+) = range(12)  # fmt: skip
 
 
 class _Scratch(NamedTuple):
@@ -68,14 +72,25 @@ class _Index(NamedTuple):
 
 
 @inlined
-def _scratch(words: U64) -> _Scratch:
+def _scratch(bundle: U64) -> _Scratch:
+    words = u64_of(bundle, SCRATCH)
     third = len(words) // 3
     return _Scratch(words[:third], words[third : 2 * third], words[2 * third : 3 * third])
 
 
 @inlined
-def _parent_hash(index: _Index, name: np.uint64) -> np.uint64:
-    return hash_of_name(index.names, name)
+def _index(bundle: U64) -> _Index:
+    blocks = Blocks(
+        u64_of(bundle, TABLE), u64_of(bundle, COPIES), u64_of(bundle, RUNS), u64_of(bundle, BITS),
+        u64_of(bundle, META), u32_of(bundle, INTERN), i64_of(bundle, HEADER),
+    )  # fmt: skip
+    names = Names(u64_of(bundle, NAMES), u64_of(bundle, MEMBERS))
+    return _Index(blocks, names, u64_of(bundle, EXPECTED), u64_of(bundle, OF_RANK)[0])
+
+
+@inlined
+def _holder_of(bundle: U64, tier: Index) -> Index:
+    return np.int64(u64_of(bundle, OF_RANK)[1 + tier])
 
 
 @inlined
@@ -150,7 +165,7 @@ def _store_record(
     """As _hold, for a record."""
     n, parent, seed = len(event_names), _0, _BASE_SEED
     if record[wire.HAS_PARENT] != 0:
-        parent = _parent_hash(index, parent_name)
+        parent = hash_of_name(index.names, parent_name)
         if parent == _0:
             return _stop(NEEDS_DECISION, n, out_counts)
         run = runs.run_of(value_of(index.blocks.table, parent))
@@ -162,36 +177,31 @@ def _store_record(
 
 @kernel(
     i8(
-        i8, i8, i8, i8, u8,
-        reads(i8), reads(u8), reads(u8), reads(u4), reads(i8), *_REST,
+        i8, i8, i8, i8, reads(i8), reads(u8), reads(u8), reads(u4), reads(u8), reads(u1),
+        writes(i8),
     ),
     releases_gil=True,
 )  # fmt: skip
 def apply_records(
-    first: Index, last: Index, max_blocks: Index, block_size: Index, mark: np.uint64,
-    records: I64, parents: U64, event_names: U64, tokens: U32, holder_of_tier: I64,
-    names: U64, members: U64,
-    table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
-    expected: U64, scratch_words: U64, is_wanted: Bytes, out_counts: I64,
+    first: Index, last: Index, max_blocks: Index, block_size: Index,
+    records: I64, parents: U64, event_names: U64, tokens: U32, bundle: U64, is_wanted: Bytes,
+    out_counts: I64,
 ) -> Index:  # fmt: skip
     """Apply records first..last; returns the number of the first that was not applied.
 
     Ends early once `max_blocks` blocks are done, or after the event at hand when another thread has
-    set is_wanted[0]. `mark` is the rank's in the table of expected blocks. out_counts:
-    [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN], WHY it ended, and NUM_WANTED: how many blocks the event
-    has for which there is no room.
+    set is_wanted[0]. out_counts: [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN], WHY it ended, and
+    NUM_WANTED: how many blocks the event has for which there is no room.
     """
-    blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
-    index = _Index(blocks, Names(names, members), expected, mark)
-    scratch, num_blocks = _scratch(scratch_words), 0
+    index, scratch, num_blocks = _index(bundle), _scratch(bundle), 0
     out_counts[:] = 0
-    runs.tick(run_words)
+    runs.tick(index.blocks.runs)
     for event in range(first, last):
         if num_blocks >= max_blocks or (num_blocks > 0 and is_wanted[0] != 0):
             return event
         record = records[wire.RECORD_WIDTH * event : wire.RECORD_WIDTH * (event + 1)]
         kind, n, start = record[wire.KIND], record[wire.NUM_NAMES], record[wire.FIRST_NAME]
-        holder = holder_of_tier[max(0, record[wire.TIER])]
+        holder = _holder_of(bundle, max(0, record[wire.TIER]))
         fits = kind == wire.REMOVED or (
             kind == wire.STORED and record[wire.BLOCK_SIZE] == block_size
         )
@@ -302,7 +312,7 @@ def _apply_packed(
     if event.kind == wire.REMOVED:
         _count_removed(n, _drop(index, holder, event_names), out_counts)
         return True
-    parent = _parent_hash(index, event.parent) if event.has_parent else _0
+    parent = hash_of_name(index.names, event.parent) if event.has_parent else _0
     if event.has_parent and parent == _0:
         return _stop(NEEDS_DECISION, n, out_counts)
     _copy_words(data, event.hashes, hashes)
@@ -310,27 +320,17 @@ def _apply_packed(
     return _hold(index, holder, event_names, hashes, at, parent, event.seed, out_counts)
 
 
-@kernel(
-    i8(i8, i8, reads(u1), u8, reads(i8), *_REST),
-    releases_gil=True,
-)
-def apply_packed(
-    first: Index, at: Index, data: Bytes, mark: np.uint64, holder_of_tier: I64,
-    names: U64, members: U64,
-    table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
-    expected: U64, scratch_words: U64, is_wanted: Bytes, out_counts: I64,
-) -> Index:  # fmt: skip
+@kernel(i8(i8, i8, reads(u1), reads(u8), writes(i8)), releases_gil=True)
+def apply_packed(first: Index, at: Index, data: Bytes, bundle: U64, out_counts: I64) -> Index:
     """Apply the events of a payload from number `first` on, which is at position `at`; 0 for the
     first of all.
 
     As apply_records, and without a limit; out_counts[POSITION] is where the first event is that was
     not applied.
     """
-    blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
-    index = _Index(blocks, Names(names, members), expected, mark)
-    scratch = _scratch(scratch_words)
+    index, scratch = _index(bundle), _scratch(bundle)
     out_counts[:] = 0
-    runs.tick(run_words)
+    runs.tick(index.blocks.runs)
     num_items, start = msgpack.array_header(data, 0)
     if num_items < 1 or data[start] != VERSION:
         _stop(NEEDS_DECISION, 0, out_counts)
@@ -339,7 +339,7 @@ def apply_packed(
     for number in range(first, num_items - 1):
         out_counts[POSITION] = at
         event = _read_packed(data, at, len(data) - msgpack.PADDING)
-        holder = holder_of_tier[event.tier]
+        holder = _holder_of(bundle, event.tier)
         if event.kind < 0 or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
             return number

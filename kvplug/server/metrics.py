@@ -139,18 +139,6 @@ class _Readings(Collector):
             pairs.add_metric([section.model, str(section.block_size)], lost.num_memberships)
         yield from (blocks, pairs)
 
-    def _of_bounds(self) -> Iterator[Metric]:
-        labels = ["model", "block_size"]
-        text = "blocks that left the index for its bounds"
-        blocks = CounterMetricFamily("kvplug_index_evicted_blocks", text, labels=labels)
-        text = "pairs of a block and a holder that left the index for its bounds"
-        pairs = CounterMetricFamily("kvplug_index_evicted_memberships", text, labels=labels)
-        for section in self._router.fleet_index.sections:
-            lost = section.index.room.lost
-            blocks.add_metric([section.model, str(section.block_size)], lost.num_blocks)
-            pairs.add_metric([section.model, str(section.block_size)], lost.num_memberships)
-        yield from (blocks, pairs)
-
     def _of_workers(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvplug_worker_up", "1 if the worker is up", labels=["worker"])
         for worker in self._fleet.workers.values():
