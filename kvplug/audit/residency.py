@@ -23,6 +23,6 @@ def resident_blocks(index: BlockIndex, rank: Rank, prompts: Sequence[Hashes]) ->
     if rank not in index.numbers or not prompts:
         return [0 for _ in prompts]
     ends = np.cumsum([len(hashes) for hashes in prompts])
-    reach = index.overlap_many(np.concatenate(prompts), ends).reach
-    depths: list[int] = reach[:, ANY, index.numbers.number_of(rank)].tolist()
-    return depths
+    overlaps = index.overlap_many(np.concatenate(prompts), ends)
+    number = index.numbers.number_of(rank)
+    return [int(overlap.reach[ANY, number]) for overlap in overlaps]

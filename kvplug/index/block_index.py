@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +40,7 @@ from kvplug.events import (
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, HashesLike, as_hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
+from kvplug.index.asking import NO_POOLS, Asking, credits_of
 from kvplug.index.bounds import Bounds
 from kvplug.index.changes import Changes
 from kvplug.index.domain import Domain
@@ -48,10 +48,11 @@ from kvplug.index.event_applier import EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
+from kvplug.index.holdings import Holdings, Stretch
+from kvplug.index.overlap import Overlap
 from kvplug.index.room import Room
 from kvplug.index.sweeping import Clearing
-from kvplug.kernels import checking, matching
+from kvplug.kernels import checking
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 from kvplug.records import Records
 
@@ -66,31 +67,6 @@ _CREDITS = [TIER_CREDIT[tier] for tier in Tier] + [0.9]  # a block in a pool
 
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
 _STEPS_PER_BLOCK = 16
-
-
-class Overlap(NamedTuple):
-    """What each rank holds of a request, by rank number.
-
-    depth: int64[ranks], leading blocks held in any tier, speculative ones included;
-    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
-    on ranks of which not everything is known;
-    reach: int64[NUM_REACHES, ranks], leading blocks by kind of memory, without speculative ones
-    (kernels/matching.py, REACHES).
-    """
-
-    depth: I64
-    credit: F64
-    reach: I64
-
-
-class Overlaps(NamedTuple):
-    """What each rank holds of many requests.
-
-    reach: int64[requests, NUM_REACHES, ranks]; credit: float64[requests, ranks].
-    """
-
-    reach: I64
-    credit: F64
 
 
 class BlockIndex:
@@ -114,7 +90,7 @@ class BlockIndex:
         self.holdings = Holdings(self._changes)
         self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
         self._worth: F64 = np.ones(0)
-        self._credits: F64 = np.zeros(0)  # of each class of memory, and the worth of each rank
+        self._asking: Asking | None = None
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain(self._changes)
         self._clearing: tuple[Tier | None, Clearing] | None = None
@@ -164,7 +140,7 @@ class BlockIndex:
         missing = max(0, number + 1 - len(self._worth))
         self._worth = np.concatenate([self._worth, np.ones(missing)])
         self._worth[number] = worth
-        self._credits = np.zeros(0)
+        self._changes.count += 1
 
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
@@ -289,24 +265,25 @@ class BlockIndex:
         return clearing.is_done
 
     def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
-        """What each rank holds of a request; `now_s` lets speculative blocks expire."""
-        hashes = as_hashes(sequence_hashes)
-        num_ranks = len(self.numbers.ranks)
-        held = self.holdings.overlap(hashes, self._readers(), num_ranks)
-        depth = held.reach[matching.ANY]
-        reached = self.speculative.extend(hashes, depth, now_s)
-        credit = held.credit if reached is depth else held.credit + (reached - depth)
-        return Overlap(reached, credit, held.reach)
+        """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""
+        asking = self._asking
+        if asking is None or asking.num_changes != self._changes.count:
+            asking = self._ask()
+        return asking.overlap(as_hashes(sequence_hashes), now_s)
 
-    def overlap_many(self, sequence_hashes: Hashes, ends: I64) -> Overlaps:
-        """What each rank holds of many requests, without speculative blocks.
+    def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float = 0.0) -> list[Overlap]:
+        """What each rank holds of many requests.
 
         Their hashes one after the other; request i has those up to ends[i].
         """
-        reach, credit = self.holdings.overlap_many(
-            sequence_hashes, ends, self._readers(), len(self.numbers.ranks)
-        )
-        return Overlaps(reach, credit)
+        return self._ask().overlap_many(sequence_hashes, ends, now_s)
+
+    def _ask(self) -> Asking:
+        credits = credits_of(_CREDITS, self._worth[: len(self.numbers.ranks)])
+        expected = self.speculative.query_arrays
+        owner = self.numbers.owner
+        self._asking = Asking(self.holdings, owner, NO_POOLS, credits, expected)
+        return self._asking
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds."""
@@ -337,12 +314,6 @@ class BlockIndex:
     def _named(self, domain: Domain) -> tuple[U64, U64]:
         """Slots and members of a domain, as kernels/residency.py wants them."""
         return domain.table.slots, self._applier.members_of(domain)
-
-    def _readers(self) -> Readers:
-        num_ranks = len(self.numbers.ranks)
-        if len(self._credits) != matching.NUM_MASKS + num_ranks:
-            self._credits = credits_of(_CREDITS, self._worth[:num_ranks])
-        return Readers(self.numbers.owner, NO_POOLS, self._credits)
 
     def _apply_event(self, rank: Rank, event: Event, applied: Applied) -> None:
         match event:

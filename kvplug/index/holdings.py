@@ -29,24 +29,9 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
 
 NAMELESS: U64 = np.zeros(0, dtype=np.uint64)
 """No table of names, or every holder in the domain."""
-
-
-class Readers(NamedTuple):
-    """Who is behind each holder, and what its copies are worth: kernels/matching.py, Holders."""
-
-    owner: I64
-    readers: I64
-    credits: F64
-
-
-def one_rank_per_holder(num_ranks: int) -> Readers:
-    """Holder h is rank h, with everything on its device."""
-    owner = matching.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
-    return Readers(owner, NO_POOLS, np.ones(matching.NUM_MASKS + num_ranks))
 
 
 def credits_of(classes: list[float], worth: F64) -> F64:
@@ -71,20 +56,8 @@ class Stretch(NamedTuple):
     names: U64 = NAMELESS
 
 
-class Held(NamedTuple):
-    """What each rank holds of a request.
-
-    reach: int64[NUM_REACHES, ranks], leading blocks by reach (kernels/matching.py, REACHES);
-    credit: float64[ranks], what they are worth; num_blocks: how many leading blocks anyone holds.
-    """
-
-    reach: I64
-    credit: F64
-    num_blocks: int
-
-
 class Holdings:
-    """store, copy, drop and overlap; arrays only. Kernels change them, too."""
+    """store, copy, drop; arrays only. Kernels change them, too."""
 
     def __init__(self, changes: Changes | None = None) -> None:
         self.changes = changes or Changes()
@@ -93,7 +66,6 @@ class Holdings:
         self.runs = RunTable(self.changes)
         self.sets = HolderSets(self.changes)
         self._slots: U64 = np.empty(0, dtype=np.uint64)
-        self._scratch: I64 = np.empty(0, dtype=np.int64)
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
@@ -177,37 +149,6 @@ class Holdings:
             sequence_hashes, mask, words, self.table.slots, self.runs.words, self.sets.bits, held
         )
         return held.view(np.bool_)
-
-    def overlap(self, sequence_hashes: U64, readers: Readers, num_ranks: int) -> Held:
-        """What each rank holds of a request."""
-        reach = np.empty((matching.NUM_REACHES, num_ranks), dtype=np.int64)
-        credit = np.empty(num_ranks)
-        num_blocks = matching.overlap(
-            sequence_hashes, self.table.slots, self.runs.words, self.sets.bits, self.sets.words,
-            *readers, self._scratch_for(readers, num_ranks), reach.reshape(-1), credit,
-        )  # fmt: skip
-        return Held(reach, credit, int(num_blocks))
-
-    def overlap_many(
-        self, sequence_hashes: U64, ends: I64, readers: Readers, num_ranks: int
-    ) -> tuple[I64, F64]:
-        """What each rank holds of many requests: int64[requests, NUM_REACHES, ranks] and credit,
-        float64[requests, ranks]; request i has the hashes up to ends[i].
-        """
-        reach = np.empty((len(ends), matching.NUM_REACHES, num_ranks), dtype=np.int64)
-        credit = np.empty((len(ends), num_ranks))
-        matching.overlap_many(
-            sequence_hashes, ends, self.table.slots, self.runs.words, self.sets.bits,
-            self.sets.words, *readers, self._scratch_for(readers, num_ranks),
-            reach.reshape(-1), credit.reshape(-1),
-        )  # fmt: skip
-        return reach, credit
-
-    def _scratch_for(self, readers: Readers, num_ranks: int) -> I64:
-        num_words = 4 * num_ranks + len(readers.owner)
-        if num_words != len(self._scratch):
-            self._scratch = np.empty(num_words, dtype=np.int64)
-        return self._scratch
 
     def check(self) -> None:
         """Every invariant of these arrays; raises IndexCorruptError."""

@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from kvplug.kernels import runs
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, trailing_zeros, u8, void, writes
-from kvplug.kernels.table import capacity_of, find_slot
+from kvplug.kernels.bundle import f64_of, i64_of, u64_of
+from kvplug.kernels.expiring import extend
+from kvplug.kernels.table import capacity_of, find_slot, num_entries
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -41,6 +43,15 @@ _REACHES_OF = np.array(
     ],
     dtype=np.int64,
 )
+
+# Rows of an answer behind the reaches.
+DEPTH, CREDIT, NUM_ROWS = NUM_REACHES, NUM_REACHES + 1, NUM_REACHES + 2
+# The arrays of a bundle (kernels/bundle.py). EXPECTED and what follows are those of
+# kernels/expiring.py, empty if nothing is ever expected.
+(
+    TABLE, RUNS, BITS, HEADER, OWNER, READERS, CREDITS, SCRATCH, EXPECTED, DEADLINES,
+    EXPECTED_STATE,
+) = range(11)  # fmt: skip
 
 _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
@@ -271,8 +282,8 @@ def _ranks(num_ranks: Index, scratch: I64) -> Ranks:
 def fill_overlap(
     hashes: U64, path: Path, bits: U64, words: Index, holders: Holders,
     scratch: I64, out_reach: I64, out_credit: F64,
-) -> Index:  # fmt: skip
-    """What each rank holds of a request; returns how many leading blocks anybody holds.
+) -> None:  # fmt: skip
+    """What each rank holds of a request.
 
     out_reach: int64[NUM_REACHES * ranks] by reach, out_credit: float64[ranks]; scratch:
     int64[4 * ranks + holders].
@@ -299,46 +310,52 @@ def fill_overlap(
         runs.touch(path.runs, run)
         at = last_of_run(path, hashes, at, run) + 1
     _finish(at, holders, ranks, out_reach, out_credit)
-    return at
 
 
-@kernel(
-    i8(
-        reads(u8), reads(u8), writes(u8), reads(u8), i8, reads(i8), reads(i8), reads(f8),
-        writes(i8), writes(i8), writes(f8),
+@inlined
+def _fill_from_bundle(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
+    """fill_overlap, then what is expected besides: out as `overlap` has it, for one request."""
+    header = i64_of(bundle, HEADER)
+    path = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS))
+    holders = Holders(i64_of(bundle, OWNER), i64_of(bundle, READERS), f64_of(bundle, CREDITS))
+    num_ranks = len(out) // NUM_ROWS
+    credit = out[CREDIT * num_ranks :].view(np.float64)
+    reach, depths = out[: NUM_REACHES * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
+    scratch, bits, words = i64_of(bundle, SCRATCH), u64_of(bundle, BITS), header[0]
+    fill_overlap(hashes, path, bits, words, holders, scratch, reach, credit)
+    held = reach[ANY * num_ranks : (ANY + 1) * num_ranks]
+    for rank in range(num_ranks):
+        depths[rank] = held[rank]
+    expected = u64_of(bundle, EXPECTED)
+    if len(expected) == 0 or num_entries(expected) == _0:
+        return
+    extend(
+        expected, f64_of(bundle, DEADLINES), i64_of(bundle, EXPECTED_STATE), now_s, hashes, depths
     )
-)  # fmt: skip
-def overlap(
-    hashes: U64, table: U64, run_words: U64, bits: U64, words: Index,
-    owner: I64, readers: I64, credits: F64, scratch: I64, out_reach: I64, out_credit: F64,
-) -> Index:  # fmt: skip
-    """fill_overlap for one request."""
-    runs.tick(run_words)
-    holders, path = Holders(owner, readers, credits), Path(table, run_words)
-    return fill_overlap(hashes, path, bits, words, holders, scratch, out_reach, out_credit)
+    for rank in range(num_ranks):
+        credit[rank] += depths[rank] - held[rank]
 
 
-@kernel(
-    void(
-        reads(u8), reads(i8), reads(u8), writes(u8), reads(u8), i8, reads(i8), reads(i8),
-        reads(f8), writes(i8), writes(i8), writes(f8),
-    )
-)  # fmt: skip
-def overlap_many(
-    hashes: U64, ends: I64, table: U64, run_words: U64, bits: U64, words: Index,
-    owner: I64, readers: I64, credits: F64, scratch: I64, out_reach: I64, out_credit: F64,
-) -> None:  # fmt: skip
-    """fill_overlap for many requests: hashes one after the other, request i up to ends[i].
+@kernel(void(reads(u8), f8, reads(u8), writes(i8)))
+def overlap(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
+    """What each rank holds of a request.
 
-    out_reach, int64[requests * NUM_REACHES * ranks]; out_credit, float64[requests * ranks].
+    out: int64[NUM_ROWS * ranks], a row for each reach, then DEPTH (ANY, moved on over blocks that
+    are expected), then CREDIT, which is float64.
     """
-    runs.tick(run_words)
-    holders, path = Holders(owner, readers, credits), Path(table, run_words)
-    n, start = len(out_credit) // max(1, len(ends)), 0
+    runs.tick(u64_of(bundle, RUNS))
+    _fill_from_bundle(hashes, now_s, bundle, out)
+
+
+@kernel(void(reads(u8), reads(i8), f8, reads(u8), writes(i8)))
+def overlap_many(hashes: U64, ends: I64, now_s: float, bundle: U64, out: I64) -> None:
+    """As `overlap` for many requests: hashes one after the other, request i up to ends[i].
+
+    out: int64[requests * NUM_ROWS * ranks].
+    """
+    runs.tick(u64_of(bundle, RUNS))
+    size, start = len(out) // max(1, len(ends)), 0
     for i in range(len(ends)):
-        fill_overlap(
-            hashes[start : ends[i]], path, bits, words, holders, scratch,
-            out_reach[i * NUM_REACHES * n : (i + 1) * NUM_REACHES * n],
-            out_credit[i * n : (i + 1) * n],
-        )  # fmt: skip
+        one = out[i * size : (i + 1) * size]
+        _fill_from_bundle(hashes[start : ends[i]], now_s, bundle, one)
         start = ends[i]

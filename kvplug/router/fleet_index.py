@@ -27,10 +27,11 @@ from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
-from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.overlap import Overlap
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
 
@@ -65,12 +66,9 @@ class Section:
         overlap = self.index.overlap(hashes, now_s)
         if self.fleet_numbers is None:
             return overlap
-        depth, credit = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks)
-        present, numbers = self.fleet_numbers >= 0, self.numbers
-        depth[numbers], credit[numbers] = overlap.depth[present], overlap.credit[present]
-        reach = np.zeros((len(overlap.reach), num_ranks), dtype=np.int64)
-        reach[:, numbers] = overlap.reach[:, present]
-        return Overlap(depth, credit, reach)
+        in_fleet = Overlap.empty(num_ranks)
+        in_fleet.put(self.numbers, overlap, self.fleet_numbers >= 0)
+        return in_fleet
 
     def expect(self, number: int, hashes: Hashes, now_s: float) -> None:
         """The rank with this number is about to compute these blocks."""

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.hashing import Hashes
-from kvplug.index.holdings import Holdings, Stretch, one_rank_per_holder
-from kvplug.kernels import matching
+from kvplug.index.asking import NO_POOLS, Asking, one_rank_per_holder
+from kvplug.index.holdings import Holdings, Stretch
+from kvplug.kernels.matching import NUM_MASKS
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -57,9 +58,9 @@ class ActiveLoad:
         self._expiry_s = request_expiry_s
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._holdings = Holdings()
-        self._readers = one_rank_per_holder(0)
         self._prefill_tokens: I64 = np.zeros(0, dtype=np.int64)
         self._active_blocks: I64 = np.zeros(0, dtype=np.int64)
+        self._asking = self._ask()
 
     def __len__(self) -> int:
         """Number of requests in flight."""
@@ -71,7 +72,7 @@ class ActiveLoad:
     def of(self, sequence_hashes: Hashes, num_ranks: int) -> Load:
         """What each rank is busy with, and how much of it this request would share."""
         self._reserve(num_ranks)
-        depth = self._shared_depth(sequence_hashes, num_ranks)
+        depth = self._shared_depth(sequence_hashes)[:num_ranks]
         return Load(self._prefill_tokens[:num_ranks], self._active_blocks[:num_ranks], depth)
 
     def start(self, request_id: str, request: ActiveRequest) -> None:
@@ -118,10 +119,15 @@ class ActiveLoad:
         """When a request that starts now stops counting."""
         return now_s + self._expiry_s
 
-    def _shared_depth(self, sequence_hashes: Hashes, num_ranks: int) -> I64:
-        held = self._holdings.overlap(sequence_hashes, self._readers, num_ranks)
-        depth: I64 = held.reach[matching.ANY]
-        return depth
+    def _shared_depth(self, sequence_hashes: Hashes) -> I64:
+        if self._asking.num_changes != self._holdings.changes.count:
+            self._asking = self._ask()
+        return self._asking.overlap(sequence_hashes, 0.0).depth
+
+    def _ask(self) -> Asking:
+        num_ranks = len(self._active_blocks)
+        credits = np.ones(NUM_MASKS + num_ranks)
+        return Asking(self._holdings, one_rank_per_holder(num_ranks), NO_POOLS, credits)
 
     def _reserve(self, num_ranks: int) -> None:
         missing = num_ranks - len(self._active_blocks)
@@ -129,4 +135,4 @@ class ActiveLoad:
             padding = np.zeros(missing, dtype=np.int64)
             self._active_blocks = np.concatenate([self._active_blocks, padding])
             self._prefill_tokens = np.concatenate([self._prefill_tokens, padding])
-            self._readers = one_rank_per_holder(num_ranks)
+            self._asking = self._ask()

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
+from kvplug.index.asking import NO_POOLS, Asking, credits_of
+from kvplug.index.holdings import Holdings, Stretch
 from kvplug.kernels import matching, runs
 from tests.kernels import twins
 
@@ -18,7 +19,7 @@ own = {rank * 3 + each: (rank, each) for rank in range(NUM_RANKS) for each in ra
 holder_sets = st.frozensets(st.sampled_from([*own, *POOLS]), max_size=4)
 
 
-def readers_of():
+def asking(holdings):
     owner = np.full(128, -1, dtype=np.int64)
     for holder, (rank, each) in own.items():
         owner[holder] = matching.NUM_CLASSES * rank + each
@@ -26,7 +27,7 @@ def readers_of():
     for holder, ranks in POOLS.items():
         owner[holder] = -2 - len(listed)
         listed += [len(ranks), *ranks]
-    return Readers(owner, np.array(listed), credits_of(CREDITS, WORTH))
+    return Asking(holdings, owner, np.array(listed), credits_of(CREDITS, WORTH))
 
 
 def hashes_of(num_blocks, *, branch=0):
@@ -53,18 +54,19 @@ def test_a_reach_is_the_contiguous_prefix_of_each_rank(stretches, num_unknown):
     hashes, holdings = hashes_of(len(holders_of_block) + num_unknown), Holdings()
     fill(holdings, holders_of_block, hashes)
     holdings.check()
-    readers = readers_of()
-    held = holdings.overlap(hashes, readers, NUM_RANKS)
+    asked = asking(holdings)
+    held = asked.overlap(hashes, 0.0)
     reach, credit = twins.reaches(holders_of_block, own, POOLS, CREDITS, NUM_RANKS)
     assert held.reach.tolist() == reach
     np.testing.assert_allclose(held.credit, np.array(credit) * WORTH)
     halves = [hashes, hashes[: len(hashes) // 2], hashes[:0]]
     ends = np.cumsum([len(half) for half in halves])
-    many = holdings.overlap_many(np.concatenate(halves), ends, readers, NUM_RANKS)
-    for number, half in enumerate(halves):
-        one = holdings.overlap(half, readers, NUM_RANKS)
-        assert many[0][number].tolist() == one.reach.tolist()
-        np.testing.assert_allclose(many[1][number], one.credit)
+    many = asked.overlap_many(np.concatenate(halves), ends, 0.0)
+    for each, half in zip(many, halves, strict=True):
+        one = asked.overlap(half, 0.0)
+        assert each.reach.tolist() == one.reach.tolist()
+        assert each.depth.tolist() == one.reach[matching.ANY].tolist()
+        np.testing.assert_allclose(each.credit, one.credit)
 
 
 @given(
@@ -82,11 +84,9 @@ def test_holes_and_branches_are_no_part_of_a_match(removed, fork, length):
         holdings.drop(rank, trunk[block : block + 1])
         twin[rank].discard(block)
     holdings.check()
-    readers = Readers(
-        np.arange(64) * matching.NUM_CLASSES, NO_POOLS, credits_of(CREDITS, np.ones(4))
-    )
-    asked = trunk[:length]
-    depth = holdings.overlap(asked, readers, 4).reach[matching.ANY].tolist()
+    owner = np.arange(64) * matching.NUM_CLASSES
+    asked = Asking(holdings, owner, NO_POOLS, credits_of(CREDITS, np.ones(4)))
+    depth = asked.overlap(trunk[:length], 0.0).depth.tolist()
     assert depth == [
         [*(block in twin[rank] for block in range(length)), False].index(False) for rank in range(4)
     ]

@@ -1,0 +1,75 @@
+"""Asking holdings what each rank holds of a request: one call of a kernel.
+
+In:  sequence hashes.   Out: Overlap.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.hashing import Hashes
+from kvplug.index.holdings import Holdings
+from kvplug.index.overlap import Overlap
+from kvplug.kernels import matching
+from kvplug.kernels.bundle import Bundle
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Expected = tuple[npt.NDArray[Any], ...]
+
+NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
+NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, np.int64))
+
+
+def one_rank_per_holder(num_ranks: int) -> I64:
+    """Holder h is rank h, with everything on its device."""
+    return matching.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
+
+
+def credits_of(classes: list[float], worth: F64) -> F64:
+    """What a block is worth by the classes that a rank has it in, and the worth of each rank.
+
+    float64[NUM_MASKS + ranks]: a block counts by its best class.
+    """
+    best = [
+        max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
+        for has in range(matching.NUM_MASKS)
+    ]
+    return np.concatenate([best, worth])
+
+
+class Asking:
+    """overlap, overlap_many.
+
+    Made anew when who is behind a holder has changed (owner, readers, credits: kernels/matching.py,
+    Holders); arrays that grow are noticed.
+    """
+
+    def __init__(
+        self, holdings: Holdings, owner: I64, readers: I64, credits: F64,
+        expected: Expected = NOTHING_EXPECTED,
+    ) -> None:  # fmt: skip
+        self.num_changes = holdings.changes.count
+        self._num_ranks = len(credits) - matching.NUM_MASKS
+        self._size = matching.NUM_ROWS * self._num_ranks
+        self._shape = matching.NUM_ROWS, self._num_ranks
+        scratch: I64 = np.empty(4 * self._num_ranks + len(owner), dtype=np.int64)
+        self._bundle = Bundle(
+            holdings.table.slots, holdings.runs.words, holdings.sets.bits, holdings.sets.header,
+            owner, readers, credits, scratch, *expected,
+        )  # fmt: skip
+
+    def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
+        """What each rank holds of a request."""
+        rows: I64 = np.empty(self._size, dtype=np.int64)
+        matching.overlap(sequence_hashes, now_s, self._bundle.words, rows)
+        return Overlap(rows.reshape(self._shape))
+
+    def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float) -> list[Overlap]:
+        """What each rank holds of many requests; request i has the hashes up to ends[i]."""
+        rows: I64 = np.empty(len(ends) * self._size, dtype=np.int64)
+        matching.overlap_many(sequence_hashes, ends, now_s, self._bundle.words, rows)
+        return [Overlap(one) for one in rows.reshape(-1, *self._shape)]

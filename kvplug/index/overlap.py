@@ -1,0 +1,54 @@
+"""What each rank holds of a request, as a kernel has written it.
+
+In:  int64[NUM_ROWS, ranks] (kernels/matching.py).   Out: the rows by name, made when asked for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import matching
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+
+class Overlap:
+    """By rank number; all counts are of leading blocks without a gap.
+
+    depth: int64[ranks], held in any class of memory, or expected to be in a moment;
+    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
+    on ranks of which not everything is known.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: I64) -> None:
+        self._rows = rows
+
+    @classmethod
+    def empty(cls, num_ranks: int) -> Overlap:
+        """Nobody holds anything."""
+        return cls(np.zeros((matching.NUM_ROWS, num_ranks), dtype=np.int64))
+
+    @property
+    def depth(self) -> I64:
+        """int64[ranks]."""
+        row: I64 = self._rows[matching.DEPTH]
+        return row
+
+    @property
+    def credit(self) -> F64:
+        """float64[ranks]."""
+        row: F64 = self._rows[matching.CREDIT].view(np.float64)
+        return row
+
+    @property
+    def reach(self) -> I64:
+        """int64[NUM_REACHES, ranks], by class of memory, nothing expected (matching.REACHES)."""
+        return self._rows[: matching.NUM_REACHES]
+
+    def put(self, numbers: I64, other: Overlap, others: npt.NDArray[np.bool_]) -> None:
+        """Ranks `numbers` here are the ranks `others` there."""
+        self._rows[:, numbers] = other._rows[:, others]
