@@ -5,4 +5,5 @@ holdings      the relation block x holder, in arrays
 engine_hashes what an engine calls a block
 speculative   blocks that a routed request is about to create
 hash_table    a growing open-addressing table over kernels/table.py
+snapshot_file a file of flat arrays, written whole or not at all, read whole or refused
 """
