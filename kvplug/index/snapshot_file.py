@@ -12,6 +12,8 @@ what it must be. The checksums find accidents; they are no signature against for
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import re
 import stat
@@ -34,6 +36,8 @@ from kvplug.errors import SnapshotError
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 Array: TypeAlias = npt.NDArray[Any]
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 MAJOR, MINOR = 1, 0
 
@@ -64,8 +68,8 @@ class SnapshotFile:
 class _Entry(msgspec.Struct, frozen=True):
     name: str
     dtype: str
-    length: Annotated[int, msgspec.Meta(ge=0)]
-    offset: Annotated[int, msgspec.Meta(ge=0)]  # from the end of the header
+    length: _Size
+    offset: _Size  # in bytes, from the end of the header
     xxh3_64: str
 
     @property
@@ -168,20 +172,31 @@ def _checked(settings: Mapping[str, JSON]) -> dict[str, JSON]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file beside, of mode 0600, that takes the path once all of it is on the disk."""
+    _remove_abandoned(path)
     file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - outlives its own with
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
     )
     try:
         with file:
+            with suppress(OSError):  # a disk without locks: nothing is ever taken for abandoned
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(file.name, path)
+            os.replace(file.name, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(file.name)
         raise
     _sync_folder(path.parent)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What killed writers of this path left: unlike those at work, they hold no lock."""
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with suppress(OSError), open(abandoned, "rb", opener=_open_without_waiting) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            abandoned.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
