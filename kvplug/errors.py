@@ -8,6 +8,7 @@ KvplugError
 │   ├── NoWorkerError      no worker can take it now
 │   └── UnknownRequestError    a request id that is not in flight
 ├── IndexCorruptError  BlockIndex.check() found an invariant broken: our mistake, never yours
+├── SnapshotError      a snapshot could not be written, or a file is not one that can be used
 ├── TokenizerError     the tokenizer or the chat template refused the text
 └── TransportError     a socket could not be opened or used
 
@@ -45,6 +46,10 @@ class UnknownRequestError(RoutingError):
 
 class IndexCorruptError(KvplugError):
     """An invariant of the index is broken."""
+
+
+class SnapshotError(KvplugError):
+    """A snapshot could not be written, or a file is not one that can be used."""
 
 
 class TokenizerError(KvplugError):
