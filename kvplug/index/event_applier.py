@@ -29,7 +29,7 @@ I64 = npt.NDArray[np.int64]
 Flag = npt.NDArray[np.uint8]
 
 _MIN_SCRATCH = 256
-_PADDING = bytes(PADDING)
+_MIN_PAYLOAD = 2**16
 
 
 class EventApplier:
@@ -52,6 +52,7 @@ class EventApplier:
         # What stays the same between calls, until an array grows or a rank comes or goes.
         self._bundles: dict[Rank, Bundle] = {}
         self._num_changes = 0
+        self._make_payload(_MIN_PAYLOAD)
         self.num_applied = 0
 
     @property
@@ -82,15 +83,28 @@ class EventApplier:
 
     def apply_packed(self, rank: Rank, domain: Domain, payload: bytes, applied: Applied) -> bool:
         """Whether all events of a payload are applied; `num_applied` are if not."""
-        data: U8 = np.frombuffer(payload + _PADDING, dtype=np.uint8)
-        number, position, again = 0, 0, True
-        while again:
+        end = len(payload)
+        if end + PADDING > len(self._payload):
+            self._make_payload(2 * end)
+        self._payload[:end] = payload
+        data, counts = self._payload_data, self._counts
+        bundle = self._bundle_for(rank, domain)
+        result = int(kernels.apply_packed(0, 0, end, data, bundle, counts))
+        while result < 0 and self._count(rank, domain, applied):
+            first, at = -1 - result, int(counts[kernels.POSITION])
             bundle = self._bundle_for(rank, domain)
-            number = int(kernels.apply_packed(number, position, data, bundle, self._counts))
-            again = self._count(rank, domain, applied)
-            position = int(self._counts[kernels.POSITION])
-        self.num_applied = number
-        return bool(self._counts[kernels.WHY] == kernels.DONE)
+            result = int(kernels.apply_packed(first, at, end, data, bundle, counts))
+        if result < 0:
+            self.num_applied = -1 - result
+            return bool(counts[kernels.WHY] == kernels.DONE)
+        applied.num_stored += result % kernels.REMOVED_UNIT
+        applied.num_removed += result // kernels.REMOVED_UNIT
+        return True
+
+    def _make_payload(self, num_bytes: int) -> None:
+        # A payload is copied: NumPy takes five times as long to look at bytes where they are.
+        self._payload = bytearray(num_bytes + PADDING)
+        self._payload_data: U8 = np.frombuffer(self._payload, dtype=np.uint8)
 
     def members_of(self, domain: Domain) -> U64:
         """The holders of a domain's ranks as bits; none at all if there is no other domain."""

@@ -10,16 +10,18 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.index.changes import Changes
+from kvplug.index.memory import rounded, zeros
 from kvplug.kernels import table as kernels
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-_MIN_CAPACITY = 64
+_MIN_CAPACITY = 1024
 # Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.64, right after growing,
 # 2 and 4. kernels/table.py (has_room) has the same load.
 _MAX_LOAD = 0.8
-_GROWTH = 1.25
+# Growing costs as much as storing; what small tables waste is small, large ones grow by less.
+_SMALL, _FAST_GROWTH, _GROWTH = 2**18, 2.0, 1.25
 
 
 class HashTable:
@@ -109,8 +111,10 @@ class HashTable:
         needed = len(self) + num_more + 1
         if needed <= self.capacity * _MAX_LOAD:
             return self.capacity
-        return max(int(self.capacity * _GROWTH), int(needed / _MAX_LOAD) + 2)
+        growth = _FAST_GROWTH if self.capacity < _SMALL else _GROWTH
+        capacity = max(int(self.capacity * growth), int(needed / _MAX_LOAD) + 2)
+        return rounded(2 * capacity + 2) // 2 - 1
 
 
 def _empty(capacity: int) -> U64:
-    return np.zeros(2 * capacity + 2, dtype=np.uint64)
+    return zeros(2 * capacity + 2)

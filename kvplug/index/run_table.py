@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.index.changes import Changes
+from kvplug.index.memory import rounded, zeros
 from kvplug.kernels import runs as kernels
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-_MIN_RUNS = 64
+_MIN_RUNS = 256
 _GROWTH = 1.5
 _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -83,11 +84,12 @@ class RunTable:
         needed = len(self) + num_more + 2
         if needed <= self.capacity:
             return self.capacity
-        return max(int(self.capacity * _GROWTH), needed)
+        capacity = max(int(self.capacity * _GROWTH), needed)
+        return rounded(kernels.WIDTH * capacity) // kernels.WIDTH
 
     def _grow(self, capacity: int) -> None:
         old = self.capacity
-        words = np.zeros(kernels.WIDTH * capacity, dtype=np.uint64)
+        words = zeros(kernels.WIDTH * capacity)
         words[: len(self.words)] = self.words
         # The free list ends at the old capacity, which is the first of the new numbers.
         starts = words.reshape(-1, kernels.WIDTH)[:, int(kernels.START)]

@@ -46,6 +46,7 @@ WHY, NUM_WANTED, POSITION = 3, 4, 5
 NUM_COUNTS = 6
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
 VERSION = 1  # kvplug/packed.py
+REMOVED_UNIT = 2**31
 _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
 # The arrays of a bundle (kernels/bundle.py). OF_RANK has, in a word each: the rank's mark in the
 # table of expected blocks, and its holder in each tier, -1 for none.
@@ -320,16 +321,11 @@ def _apply_packed(
     return _hold(index, holder, event_names, hashes, at, parent, event.seed, out_counts)
 
 
-@kernel(i8(i8, i8, reads(u1), reads(u8), writes(i8)), releases_gil=True)
-def apply_packed(first: Index, at: Index, data: Bytes, bundle: U64, out_counts: I64) -> Index:
-    """Apply the events of a payload from number `first` on, which is at position `at`; 0 for the
-    first of all.
-
-    As apply_records, and without a limit; out_counts[POSITION] is where the first event is that was
-    not applied.
-    """
+@inlined
+def _apply_payload(
+    first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
+) -> Index:
     index, scratch = _index(bundle), _scratch(bundle)
-    out_counts[:] = 0
     runs.tick(index.blocks.runs)
     num_items, start = msgpack.array_header(data, 0)
     if num_items < 1 or data[start] != VERSION:
@@ -338,7 +334,7 @@ def apply_packed(first: Index, at: Index, data: Bytes, bundle: U64, out_counts: 
     at = max(at, start + 1)
     for number in range(first, num_items - 1):
         out_counts[POSITION] = at
-        event = _read_packed(data, at, len(data) - msgpack.PADDING)
+        event = _read_packed(data, at, end)
         holder = _holder_of(bundle, event.tier)
         if event.kind < 0 or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
@@ -350,3 +346,22 @@ def apply_packed(first: Index, at: Index, data: Bytes, bundle: U64, out_counts: 
             return number
         at = event.end
     return num_items - 1
+
+
+@kernel(i8(i8, i8, i8, writes(u1), reads(u8), writes(i8)), releases_gil=True)
+def apply_packed(
+    first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
+) -> Index:
+    """Apply the events of the payload data[:end] from number `first` on, which is at position `at`;
+    0 for the first of all. Behind the payload are PADDING more bytes, whatever they are.
+
+    Returns num_stored + num_removed * REMOVED_UNIT if nothing else happened, else -1 - the number
+    of the first event that was not applied; then out_counts is as in apply_records, without a
+    limit, and has at POSITION where that event is.
+    """
+    out_counts[:] = 0
+    data[end : end + msgpack.PADDING] = 0
+    number = _apply_payload(first, at, end, data, bundle, out_counts)
+    if out_counts[WHY] == DONE and out_counts[NUM_UNKNOWN] == 0:
+        return np.int64(out_counts[NUM_STORED] + out_counts[NUM_REMOVED] * REMOVED_UNIT)
+    return -1 - number

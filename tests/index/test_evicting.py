@@ -141,7 +141,7 @@ def test_an_event_larger_than_the_bound_is_refused_by_name(way):
 
 
 def test_memory_stays_below_its_bound():
-    max_bytes = 1_000_000
+    max_bytes = 400_000
     index = bounded(max_bytes=max_bytes)
     largest = 0
     for chain in range(300):
