@@ -114,6 +114,35 @@ class BlockIndex:
         return set(self._domain_of.values())
 
     @property
+    def common_domain(self) -> Domain:
+        """The engine hash space that new ranks are taken to have."""
+        return self._common_domain
+
+    @property
+    def all_domains(self) -> list[Domain]:
+        """Those in use, and the common one."""
+        return [self._common_domain, *(self.domains - {self._common_domain})]
+
+    def load_domains(self, ranks: list[list[Rank]], names: list[U64], common: int) -> None:
+        """Be in the domains that another index was in; its numbers and holdings are loaded."""
+        domains = [Domain(self._changes, slots) for slots in names]
+        self._common_domain = domains[common]
+        for members, domain in zip(ranks, domains, strict=True):
+            domain.ranks.update(members)
+            self._domain_of.update(dict.fromkeys(members, domain))
+        self._changes.count += 1
+
+    @property
+    def worth(self) -> F64:
+        """float64[ranks], what a block of each rank is worth."""
+        return self._worth[: len(self.numbers.ranks)]
+
+    @worth.setter
+    def worth(self, by_number: F64) -> None:
+        self._worth = by_number
+        self._changes.count += 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         return self.holdings.nbytes + self.room.nbytes + self._others_nbytes(None, 0)

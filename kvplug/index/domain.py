@@ -5,14 +5,19 @@ In:  engine hashes.   Out: sequence hashes.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvplug.events import Rank
 from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
+
+U64 = npt.NDArray[np.uint64]
 
 
 class Domain:
     """The ranks and their common table, engine hash -> sequence hash."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: Changes, slots: U64 | None = None) -> None:
         self.ranks: set[Rank] = set()
-        self.table = HashTable(changes)
+        self.table = HashTable(changes, slots)

@@ -64,6 +64,16 @@ class HolderNumbers:
         self._number_of[rank] = number
         return number
 
+    def load(self, ranks: list[Rank | None], owner: I64) -> None:
+        """Be what other numbers were; there are none here yet."""
+        self.ranks, self.owner = ranks, owner
+        self._number_of = {rank: n for n, rank in enumerate(ranks) if rank is not None}
+        for holder, behind in enumerate(owner.tolist()):
+            if behind != _NOBODY:
+                rank_number, tier = divmod(behind, NUM_CLASSES)
+                self._holder_of[rank_number, Tier(tier)] = holder
+        self._changes.count += 1
+
     def remove(self, rank: Rank) -> None:
         """The rank and its holders have no numbers any more."""
         number = self._number_of.pop(rank)

@@ -37,6 +37,11 @@ class HolderSets:
         """Number of distinct sets in use, the empty one not counted."""
         return int(self.header[kernels.NUM_LIVE])
 
+    def load(self, bits: U64, meta: U64, intern: U32, header: I64) -> None:
+        """Be what other sets were whose arrays these are."""
+        self.bits, self.meta, self.intern, self.header = bits, meta, intern, header
+        self.words = int(header[kernels.WORDS])
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all arrays."""

@@ -13,6 +13,7 @@ docs/index-implementation.md shows them with numbers. A block that nobody holds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,10 @@ def credits_of(classes: list[float], worth: F64) -> F64:
         for has in range(matching.NUM_MASKS)
     ]
     return np.concatenate([best, worth])
+
+
+ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
+"""Names of Holdings.arrays."""
 
 
 class Stretch(NamedTuple):
@@ -76,6 +81,16 @@ class Holdings:
         """All arrays, as kernels/residency.py names them."""
         bits, meta, intern, header = self.sets.arrays
         return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
+
+    def load(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Be what other holdings were whose arrays these are; they stay in use."""
+        table, copies, words, *sets = arrays
+        limit = self.table.limit
+        self.table, self.copies = HashTable(self.changes, table), HashTable(self.changes, copies)
+        self.table.limit = limit
+        self.runs = RunTable(self.changes, words)
+        self.sets.load(*sets)
+        self.changes.count += 1
 
     @property
     def nbytes(self) -> int:
