@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.index.changes import Changes
-from kvplug.index.memory import rounded, zeros
+from kvplug.index.memory import zeros
 from kvplug.kernels import table as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -21,7 +21,7 @@ _MIN_CAPACITY = 1024
 # 2 and 4. kernels/table.py (has_room) has the same load.
 _MAX_LOAD = 0.8
 # Growing costs as much as storing; what small tables waste is small, large ones grow by less.
-_SMALL, _FAST_GROWTH, _GROWTH = 2**18, 2.0, 1.25
+_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.25
 
 
 class HashTable:
@@ -112,8 +112,7 @@ class HashTable:
         if needed <= self.capacity * _MAX_LOAD:
             return self.capacity
         growth = _FAST_GROWTH if self.capacity < _SMALL else _GROWTH
-        capacity = max(int(self.capacity * growth), int(needed / _MAX_LOAD) + 2)
-        return rounded(2 * capacity + 2) // 2 - 1
+        return max(int(self.capacity * growth), int(needed / _MAX_LOAD) + 2)
 
 
 def _empty(capacity: int) -> U64:

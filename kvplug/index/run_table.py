@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.index.changes import Changes
-from kvplug.index.memory import rounded, zeros
+from kvplug.index.memory import zeros
 from kvplug.kernels import runs as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -84,8 +84,7 @@ class RunTable:
         needed = len(self) + num_more + 2
         if needed <= self.capacity:
             return self.capacity
-        capacity = max(int(self.capacity * _GROWTH), needed)
-        return rounded(kernels.WIDTH * capacity) // kernels.WIDTH
+        return max(int(self.capacity * _GROWTH), needed)
 
     def _grow(self, capacity: int) -> None:
         old = self.capacity

@@ -130,16 +130,18 @@ def _hold(
 
 
 @inlined
-def _drop(index: _Index, holder: Index, event_names: U64) -> Index:
+def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
     """Returns how many of the blocks the holder had."""
     num_removed = 0
     last_run, last_source = runs.NO_RUN, runs.NO_RUN
     touch_slots(index.names.slots, event_names)
     for i in range(len(event_names)):
-        hash_ = hash_of_name(index.names, event_names[i])
-        if hash_ != _0:
+        hashes[i] = hash_of_name(index.names, event_names[i])
+    touch_slots(index.blocks.table, hashes)
+    for i in range(len(event_names)):
+        if hashes[i] != _0:
             became, last_run, last_source = leave_holder(
-                index.blocks, index.names, event_names[i], hash_, holder, last_run, last_source
+                index.blocks, index.names, event_names[i], hashes[i], holder, last_run, last_source
             )
             num_removed += became != NOT_HELD
     return num_removed
@@ -214,7 +216,7 @@ def apply_records(
             return event
         mine = event_names[start : start + n]
         if kind == wire.REMOVED:
-            _count_removed(n, _drop(index, holder, mine), out_counts)
+            _count_removed(n, _drop(index, holder, mine, scratch.hashes[:n]), out_counts)
         else:
             token = record[wire.FIRST_TOKEN]
             its_tokens = tokens[token : token + record[wire.NUM_TOKENS]]
@@ -311,7 +313,7 @@ def _apply_packed(
     event_names, hashes = scratch.names[:n], scratch.hashes[:n]
     _copy_words(data, event.names, event_names)
     if event.kind == wire.REMOVED:
-        _count_removed(n, _drop(index, holder, event_names), out_counts)
+        _count_removed(n, _drop(index, holder, event_names, hashes), out_counts)
         return True
     parent = hash_of_name(index.names, event.parent) if event.has_parent else _0
     if event.has_parent and parent == _0:

@@ -133,6 +133,23 @@ def last_of_run(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index:
 
 
 @inlined
+def _end_of_next(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index:
+    """Where the run below ends if it begins at block `first` and is in the request as a whole.
+
+    -1 if not, or if that needs a look at the table.
+    """
+    following = runs.below(path.runs, run)
+    if following == runs.NO_RUN:
+        return np.int64(-1)
+    end = np.int64(runs.get(path.runs, following, runs.END))
+    if end >= len(hashes) or runs.get(path.runs, following, runs.TAIL) != hashes[end]:
+        return np.int64(-1)
+    is_next = runs.get(path.runs, following, runs.START) == np.uint64(first)
+    is_whole = is_next and runs.num_holes(path.runs, following) == _0
+    return end if is_whole and runs.get(path.runs, following, runs.SET) != _0 else np.int64(-1)
+
+
+@inlined
 def run_at(path: Path, hashes: U64, first: Index) -> np.uint64:
     """The run of block `first` of the request, NO_RUN if nobody holds it."""
     place = _place_of(path, hashes[first])
@@ -293,8 +310,10 @@ def fill_overlap(
     at: Index = 0
     before: Index = np.int64(0)
     num_alive: Index = 0
+    run = runs.NO_RUN
     while at < len(hashes):
-        run = run_at(path, hashes, at)
+        end = _end_of_next(path, hashes, at, run)
+        run = run_at(path, hashes, at) if end < 0 else runs.below(path.runs, run)
         if run == runs.NO_RUN:
             break
         now = np.int64(runs.get(path.runs, run, runs.SET))
@@ -308,7 +327,7 @@ def fill_overlap(
                 break
             before = now
         runs.touch(path.runs, run)
-        at = last_of_run(path, hashes, at, run) + 1
+        at = 1 + (last_of_run(path, hashes, at, run) if end < 0 else end)
     _finish(at, holders, ranks, out_reach, out_credit)
 
 

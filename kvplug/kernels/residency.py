@@ -212,7 +212,21 @@ def _run_with(
     )
     if _follows(blocks, last, wanted, depth):
         return last
-    return _new_run(blocks, wanted, depth, seed, before)
+    created = _new_run(blocks, wanted, depth, seed, before)
+    is_next = last != runs.NO_RUN and runs.get(blocks.runs, last, runs.END) + _1 == depth
+    if is_next and runs.below(blocks.runs, last) == runs.NO_RUN:
+        runs.link(blocks.runs, last, created, before)
+    return created
+
+
+@inlined
+def _link_rest(
+    blocks: Blocks, run: np.uint64, rest: np.uint64, depth: np.uint64, hash_: np.uint64
+) -> None:
+    """What `rest` still has follows the run that took its head: a match need not look for it."""
+    is_next = runs.get(blocks.runs, rest, runs.START) == depth + _1
+    if is_next and runs.is_live(blocks.runs, rest):
+        runs.link(blocks.runs, run, rest, hash_)
 
 
 @inlined
@@ -240,6 +254,8 @@ def hold(
             runs.append(blocks.runs, last, hashes[i], before)
             if source != runs.NO_RUN:
                 _take_out(blocks, source, depth, hashes[i])
+                if i == len(hashes) - 1:
+                    _link_rest(blocks, last, source, depth, hashes[i])
             blocks.table[_2 * slot + _1] = runs.place(last, depth)
             last_source = source
             num_new += 1
