@@ -1,13 +1,31 @@
 """Ground floor: Numba kernels. Flat arrays in, flat arrays out; nothing else is known here.
 
-hashing    token ids -> block hashes -> sequence hashes (XXH3-64)
-fnv1a      token ids -> sequence hashes (FNV-1a)
-cbor       token ids -> CBOR, for hashes of vLLM
-table      an open-addressing table u64 -> u64
-holders    interned sets of holders, one set number per block
-matching   a request's blocks -> segments of equal holder sets
-costing    segments and load -> overlap and cost per rank
+    hashing    token ids -> block hashes -> sequence hashes (XXH3-64)
+    fnv1a      token ids -> sequence hashes (FNV-1a)
+    cbor       token ids -> CBOR, for hashes of vLLM
+    table      an open-addressing table u64 -> u64
+    holders    interned sets of holders
+    runs       blocks that follow each other and are held by the same set
+    msgpack    items of msgpack in an array of bytes
+    expiring   what a rank is taken to hold for a while
+    bundle     many arrays as one argument
+    costing    overlap and load -> cost per rank
 
-The files do not import each other: Numba caches a compiled kernel by its own file and would not
-see a change in another one. The names of output arrays start with `out_`.
+made of parts of those:
+
+    residency  a block joins a holder and leaves it
+    matching   a request's blocks -> how much of it each rank holds
+    wire       stock event messages -> records
+    applying   records, or packed events -> the index, changed
+    storing    the blocks of one event -> the index, changed
+    sweeping   many blocks out of the index at once: clears
+    evicting   the same: tails of runs that are cut short
+    checking   what must be true of every block
+
+The first do not import each other. The names of output arrays start with `out_`. A kernel is
+compiled when it is first called; `compile_all` does it for all that are imported.
 """
+
+from kvplug.kernels._jit import compile_all
+
+__all__ = ["compile_all"]

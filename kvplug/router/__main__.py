@@ -11,6 +11,7 @@ def main() -> int:
     try:
         import uvloop
 
+        from kvplug.kernels import compile_all
         from kvplug.server.cli import parse
         from kvplug.server.diagnosis import doctor
         from kvplug.server.service import serve
@@ -25,6 +26,7 @@ def main() -> int:
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    compile_all()  # before the first request and the first event, not during them
     try:
         uvloop.run(serve(config))
     except KvplugError as error:
