@@ -295,24 +295,27 @@ class BlockIndex:
 
     def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
         """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""
-        asking = self._asking
-        if asking is None or asking.num_changes != self._changes.count:
-            asking = self._ask()
-        return asking.overlap(as_hashes(sequence_hashes), now_s)
+        return self.asking.overlap(as_hashes(sequence_hashes), now_s)
 
     def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float = 0.0) -> list[Overlap]:
         """What each rank holds of many requests.
 
         Their hashes one after the other; request i has those up to ends[i].
         """
-        return self._ask().overlap_many(sequence_hashes, ends, now_s)
+        return self.asking.overlap_many(sequence_hashes, ends, now_s)
+
+    @property
+    def asking(self) -> Asking:
+        """The index as it is now, for a kernel that asks more than that."""
+        if self._asking is None or self._asking.num_changes != self._changes.count:
+            self._asking = self._ask()
+        return self._asking
 
     def _ask(self) -> Asking:
         credits = credits_of(_CREDITS, self._worth[: len(self.numbers.ranks)])
         expected = self.speculative.query_arrays
         owner = self.numbers.owner
-        self._asking = Asking(self.holdings, owner, NO_POOLS, credits, expected)
-        return self._asking
+        return Asking(self.holdings, owner, NO_POOLS, credits, expected)
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds."""

@@ -332,8 +332,9 @@ def fill_overlap(
 
 
 @inlined
-def _fill_from_bundle(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
+def fill_answer(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     """fill_overlap, then what is expected besides: out as `overlap` has it, for one request."""
+    runs.tick(u64_of(bundle, RUNS))
     header = i64_of(bundle, HEADER)
     path = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS))
     holders = Holders(i64_of(bundle, OWNER), i64_of(bundle, READERS), f64_of(bundle, CREDITS))
@@ -362,8 +363,7 @@ def overlap(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     out: int64[NUM_ROWS * ranks], a row for each reach, then DEPTH (ANY, moved on over blocks that
     are expected), then CREDIT, which is float64.
     """
-    runs.tick(u64_of(bundle, RUNS))
-    _fill_from_bundle(hashes, now_s, bundle, out)
+    fill_answer(hashes, now_s, bundle, out)
 
 
 @kernel(void(reads(u8), reads(i8), f8, reads(u8), writes(i8)))
@@ -372,9 +372,8 @@ def overlap_many(hashes: U64, ends: I64, now_s: float, bundle: U64, out: I64) ->
 
     out: int64[requests * NUM_ROWS * ranks].
     """
-    runs.tick(u64_of(bundle, RUNS))
     size, start = len(out) // max(1, len(ends)), 0
     for i in range(len(ends)):
         one = out[i * size : (i + 1) * size]
-        _fill_from_bundle(hashes[start : ends[i]], now_s, bundle, one)
+        fill_answer(hashes[start : ends[i]], now_s, bundle, one)
         start = ends[i]

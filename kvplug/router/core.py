@@ -26,7 +26,7 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.overlap import Overlap
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
-from kvplug.router.cost import cost_per_rank
+from kvplug.router.cost import cost_per_rank, price
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex, Section
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
@@ -191,8 +191,6 @@ class Router:
         already.
         """
         prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
-        if only := self.fleet_index.only:
-            prompt.hashes(only.index.hasher)  # before the lock is taken
         request_id = request_id or uuid.uuid4().hex
         with self._lock:
             now_s = self._clock()
@@ -224,11 +222,15 @@ class Router:
         return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
 
     def _offer(self, section: Section, prompt: Prompt, now_s: float) -> _Offer:
+        weight = self.config.overlap_score_weight
+        if section.fleet_numbers is None:
+            return _Offer(
+                section, *price(prompt.tokens, prompt.seed, section.index, self.load, now_s, weight)
+            )
         num_ranks = len(self.fleet_index.numbers.ranks)
         hashes = prompt.hashes(section.index.hasher)
         overlap = section.overlap(hashes, now_s, num_ranks)
         load = self.load.of(hashes, num_ranks)
-        weight = self.config.overlap_score_weight
         costs = cost_per_rank(len(prompt), section.block_size, overlap, load, weight)
         return _Offer(section, hashes, overlap, costs)
 

@@ -15,12 +15,17 @@ This is the formula of Dynamo's KV cache routing, with its load terms as of ai-d
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.hashing import Hashes, Tokens
+from kvplug.index.block_index import BlockIndex
 from kvplug.index.overlap import Overlap
 from kvplug.kernels import costing
-from kvplug.router.load import Load
+from kvplug.kernels import pricing as kernels
+from kvplug.router.load import ActiveLoad, Load
 
 F64 = npt.NDArray[np.float64]
 
@@ -41,3 +46,27 @@ def cost_per_rank(
         costs,
     )
     return costs
+
+
+class Priced(NamedTuple):
+    """A request on one index: its hashes, what each rank holds of it, float64[ranks] in blocks."""
+
+    hashes: Hashes
+    overlap: Overlap
+    costs: F64
+
+
+def price(
+    tokens: Tokens, seed: int, index: BlockIndex, load: ActiveLoad, now_s: float, weight: float
+) -> Priced:
+    """All that a request has to know of a fleet with one index, in one call of a kernel."""
+    num_ranks, block_size = len(index.numbers.ranks), index.block_size
+    load.reserve(num_ranks)
+    asked, live = index.asking, load.asking
+    hashes = np.empty(len(tokens) // block_size, dtype=np.uint64)
+    held, active, costs = asked.new_rows(), live.new_rows(), np.empty(num_ranks)
+    kernels.price(
+        tokens, block_size, np.uint64(seed), now_s, weight, asked.bundle.words, live.bundle.words,
+        load.prefill_tokens, load.active_blocks, hashes, held, active, costs,
+    )  # fmt: skip
+    return Priced(hashes, asked.as_overlap(held), costs)

@@ -69,15 +69,25 @@ class ActiveLoad:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    @property
+    def prefill_tokens(self) -> I64:
+        """int64[ranks], tokens of live requests without a first token."""
+        return self._prefill_tokens
+
+    @property
+    def active_blocks(self) -> I64:
+        """int64[ranks], distinct blocks of live requests."""
+        return self._active_blocks
+
     def of(self, sequence_hashes: Hashes, num_ranks: int) -> Load:
         """What each rank is busy with, and how much of it this request would share."""
-        self._reserve(num_ranks)
-        depth = self._shared_depth(sequence_hashes)[:num_ranks]
+        self.reserve(num_ranks)
+        depth = self.asking.overlap(sequence_hashes, 0.0).depth[:num_ranks]
         return Load(self._prefill_tokens[:num_ranks], self._active_blocks[:num_ranks], depth)
 
     def start(self, request_id: str, request: ActiveRequest) -> None:
         """A request was routed."""
-        self._reserve(request.rank_number + 1)
+        self.reserve(request.rank_number + 1)
         num_new = self._holdings.store(request.rank_number, Stretch(request.sequence_hashes))
         self._active_blocks[request.rank_number] += num_new or 0
         self._prefill_tokens[request.rank_number] += request.prefill_tokens
@@ -119,17 +129,20 @@ class ActiveLoad:
         """When a request that starts now stops counting."""
         return now_s + self._expiry_s
 
-    def _shared_depth(self, sequence_hashes: Hashes) -> I64:
+    @property
+    def asking(self) -> Asking:
+        """The blocks of live requests as they are now, for a kernel that asks more than that."""
         if self._asking.num_changes != self._holdings.changes.count:
             self._asking = self._ask()
-        return self._asking.overlap(sequence_hashes, 0.0).depth
+        return self._asking
 
     def _ask(self) -> Asking:
         num_ranks = len(self._active_blocks)
         credits = np.ones(NUM_MASKS + num_ranks)
         return Asking(self._holdings, one_rank_per_holder(num_ranks), NO_POOLS, credits)
 
-    def _reserve(self, num_ranks: int) -> None:
+    def reserve(self, num_ranks: int) -> None:
+        """There are so many ranks."""
         missing = num_ranks - len(self._active_blocks)
         if missing > 0:
             padding = np.zeros(missing, dtype=np.int64)

@@ -11,11 +11,11 @@ from kvplug.hashing import BlockHasher, Hashes, Tokens
 class Prompt:
     """len(prompt) tokens; hashes(hasher)."""
 
-    __slots__ = ("_hashes", "_seed", "tokens")
+    __slots__ = ("_hashes", "seed", "tokens")
 
     def __init__(self, tokens: Tokens, namespace_seed: int) -> None:
         self.tokens = tokens
-        self._seed = namespace_seed
+        self.seed = namespace_seed
         self._hashes: dict[tuple[int, int], Hashes] = {}
 
     def __len__(self) -> int:
@@ -26,5 +26,5 @@ class Prompt:
         asked = hasher.block_size, hasher.window
         hashes = self._hashes.get(asked)
         if hashes is None:
-            hashes = self._hashes[asked] = hasher.sequence_hashes(self.tokens, self._seed)
+            hashes = self._hashes[asked] = hasher.sequence_hashes(self.tokens, self.seed)
         return hashes
