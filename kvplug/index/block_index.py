@@ -2,11 +2,13 @@
 
 In:  event batches per rank.   Out: per rank, how many leading blocks of a request it holds.
 
-Three parts:
+Five parts:
 
     holdings   sequence hash x holder (a rank with a tier)      index/holdings.py
     domains    engine hash -> sequence hash, one table per engine hash space
     speculative blocks of requests that were routed but not reported yet
+    cxl        which blocks are or were in a CXL pool                  index/cxl.py
+    labels     which expert a copy belongs to                          index/moe_labels.py
 
 Engines name parents and removals by their own hashes. Ranks of one domain give equal blocks equal
 engine hashes, so one table serves them all. A rank whose hashes disagree (another algorithm,
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +33,12 @@ from kvplug.events import (
     BlockCopied,
     BlockRemoved,
     BlockStored,
+    CxlMetadata,
     CxlStateTransition,
     EngineHash,
     Event,
     EventBatch,
+    MoeLabel,
     Rank,
     SequenceHash,
     Tier,
@@ -43,10 +47,13 @@ from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, HashesLike, as_hashes
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.changes import Changes
 from kvplug.index.clearing import Clearing
+from kvplug.index.cxl import CxlBlocks, Named
 from kvplug.index.domain import Domain
 from kvplug.index.event_applier import EventApplier, Flag
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import NO_POOLS, Holdings, Readers, Stretch, credits_of
+from kvplug.index.holdings import Holdings, Readers, Stretch, credits_of
+from kvplug.index.moe_labels import MoeLabels
+from kvplug.index.overlaps import Overlap, Overlaps
 from kvplug.index.speculative import SpeculativeBlocks
 from kvplug.kernels import checking, matching
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
@@ -63,31 +70,6 @@ _CREDITS = [TIER_CREDIT[tier] for tier in Tier] + [0.9]  # a block in a pool
 
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
 _STEPS_PER_BLOCK = 16
-
-
-class Overlap(NamedTuple):
-    """What each rank holds of a request, by rank number.
-
-    depth: int64[ranks], leading blocks held in any tier, speculative ones included;
-    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
-    on ranks of which not everything is known;
-    reach: int64[NUM_REACHES, ranks], leading blocks by kind of memory, without speculative ones
-    (kernels/matching.py, REACHES).
-    """
-
-    depth: I64
-    credit: F64
-    reach: I64
-
-
-class Overlaps(NamedTuple):
-    """What each rank holds of many requests.
-
-    reach: int64[requests, NUM_REACHES, ranks]; credit: float64[requests, ranks].
-    """
-
-    reach: I64
-    credit: F64
 
 
 class BlockIndex:
@@ -109,6 +91,8 @@ class BlockIndex:
         self.numbers = HolderNumbers(self._changes)
         self.holdings = Holdings(self._changes)
         self.speculative = SpeculativeBlocks(speculative_ttl_s)
+        self.cxl = CxlBlocks(self.numbers, self.holdings)
+        self.labels = MoeLabels(self.numbers, self.holdings)
         self._worth: F64 = np.ones(0)
         self._credits: F64 = np.zeros(0)  # of each class of memory, and the worth of each rank
         self._domain_of: dict[Rank, Domain] = {}
@@ -141,7 +125,8 @@ class BlockIndex:
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         domains = sum(domain.table.nbytes for domain in self.domains)
-        return self.holdings.nbytes + self.speculative.nbytes + domains
+        besides = self.speculative.nbytes + self.cxl.states.nbytes + self.labels.nbytes
+        return self.holdings.nbytes + besides + domains
 
     def add_rank(self, rank: Rank) -> int:
         """Follow a rank from now on; returns its number."""
@@ -162,6 +147,7 @@ class BlockIndex:
         """Forget all ranks of a worker; later events of theirs are refused."""
         for rank in [r for r in self._domain_of if r.worker == worker]:
             self.clear(rank)
+            self.cxl.remove(self.numbers.number_of(rank))
             self._domain_of.pop(rank).ranks.discard(rank)
             self.numbers.remove(rank)
         self._changes.count += 1
@@ -177,6 +163,9 @@ class BlockIndex:
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
         holders = self.numbers.holders(number, tier)
+        self.labels.forget(number, but=list(set(self.numbers.holders(number)) - set(holders)))
+        if tier is None:
+            self.cxl.forget(number)
         return Clearing(self.holdings, [self._named(domain)], holders)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
@@ -196,6 +185,9 @@ class BlockIndex:
         applied, domain = Applied(), self._domain_of.get(rank)
         if domain is None:
             applied.refuse(Refusal.UNKNOWN_RANK, packed.header(payload)[0])
+        elif len(self.labels):  # they go with the last copy, which the kernels do not look for
+            for event in packed.decode(payload):
+                self._apply_packed_event(rank, event, applied)
         elif self._applier.apply_packed(rank, domain, payload, applied):
             return applied
         else:
@@ -238,11 +230,13 @@ class BlockIndex:
             return records.num_events
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
-        at = self._applier.apply_records(
-            rank, self._domain_of[rank], records, first, max_blocks, applied
-        )
-        if at == records.num_events or not self._applier.needs_decision:
-            return at
+        at = first
+        if not len(self.labels):
+            at = self._applier.apply_records(
+                rank, self._domain_of[rank], records, first, max_blocks, applied
+            )
+            if at == records.num_events or not self._applier.needs_decision:
+                return at
         event = records.event(at)
         if isinstance(event, AllBlocksCleared):
             self._clearing = event.tier, self.start_clear(rank, event.tier)
@@ -280,15 +274,34 @@ class BlockIndex:
         )
         return Overlaps(reach, credit)
 
+    def moe_hits(
+        self, sequence_hashes: HashesLike, label: MoeLabel, overlap: Overlap | None = None
+    ) -> I64:
+        """int64[ranks]: how many of the leading blocks that a rank holds carry the label there.
+
+        `overlap` of the same hashes, if it was asked for already.
+        """
+        overlap = self.overlap(sequence_hashes) if overlap is None else overlap
+        return self.labels.num_aligned(as_hashes(sequence_hashes), label, overlap.held)
+
+    def cxl_metadata(self, rank: Rank, sequence_hash: SequenceHash | int) -> CxlMetadata | None:
+        """The last CXL state of a block, and where it is or was; None if nothing is known."""
+        return self.cxl.metadata(self.numbers.number_of(rank), sequence_hash)
+
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
-        """uint64[n], the engine's own hashes of the blocks that the rank holds."""
+        """uint64[n], the engine's own hashes of the blocks that the rank holds: in a tier, or in
+        any and in pools.
+        """
         number = self.numbers.number_of(rank)
         names, hashes = self._domain_of[rank].table.items()
         return names[self.holdings.which_held(hashes, self.numbers.holders(number, tier))]
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
+        self.numbers.check()
         self.holdings.check()
+        self.cxl.check()
+        self.labels.check()
         for rank, domain in self._domain_of.items():
             if rank not in domain.ranks or rank not in self.numbers:
                 raise IndexCorruptError(f"index: {rank} is in no domain or has no number")
@@ -313,7 +326,7 @@ class BlockIndex:
         num_ranks = len(self.numbers.ranks)
         if len(self._credits) != matching.NUM_MASKS + num_ranks:
             self._credits = credits_of(_CREDITS, self._worth[:num_ranks])
-        return Readers(self.numbers.owner, NO_POOLS, self._credits)
+        return Readers(self.numbers.owner, self.numbers.readers, self._credits)
 
     def _apply_event(self, rank: Rank, event: Event, applied: Applied) -> None:
         match event:
@@ -328,7 +341,7 @@ class BlockIndex:
             case BlockStored():
                 applied.refuse(Refusal.BIGRAM_TOKENS, len(event.block_hashes))
             case CxlStateTransition():
-                applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
+                self._move(rank, event, applied)
 
     def _store(self, rank: Rank, event: BlockStored, applied: Applied) -> None:
         num_blocks = len(event.block_hashes)
@@ -343,8 +356,17 @@ class BlockIndex:
         )
         if len(hashes) != num_blocks:
             return applied.refuse(Refusal.MISALIGNED, num_blocks)
-        names = _as_u64(event.block_hashes)
-        return self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
+        names, num_stored = _as_u64(event.block_hashes), applied.num_stored
+        self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
+        if applied.num_stored > num_stored and (event.cxl is not None or event.moe is not None):
+            self._annotate(self._blocks(rank, names, hashes), event, applied)
+        return None
+
+    def _annotate(self, blocks: Named, event: BlockStored, applied: Applied) -> None:
+        if event.cxl is not None:
+            self.cxl.store(blocks, event.tier, event.cxl, applied)
+        if event.moe is not None:
+            self.labels.put(blocks.rank_number, blocks.hashes, event.moe)
 
     def _hold(self, rank: Rank, tier: Tier, stretch: Stretch, applied: Applied) -> None:
         number, num_blocks = self.numbers.number_of(rank), len(stretch.hashes)
@@ -372,9 +394,25 @@ class BlockIndex:
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         names, holder = _as_u64(event.block_hashes), self.numbers.holder(number, event.tier)
+        hashes = domain.table.find(names) if len(self.labels) else names[:0]
         num_had = self.holdings.drop_named(holder, names, self._named(domain))
+        self.labels.erase_gone(number, hashes)
         applied.num_removed += num_had
         applied.refuse(Refusal.UNKNOWN_BLOCK, len(names) - num_had)
+
+    def _move(self, rank: Rank, event: CxlStateTransition, applied: Applied) -> None:
+        names = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
+        hashes = self._domain_of[rank].table.find(names)
+        applied.refuse(Refusal.UNKNOWN_BLOCK, int((hashes == 0).sum()))
+        blocks = self._blocks(rank, names, hashes).only(hashes != 0)
+        said = CxlMetadata(event.new_state, event.pool_id, event.accessible_workers)
+        self.speculative.confirm(blocks.rank_number, blocks.hashes)
+        self.cxl.move(blocks, said, applied)
+        self.labels.erase_gone(blocks.rank_number, blocks.hashes)
+
+    def _blocks(self, rank: Rank, names: U64, hashes: U64) -> Named:
+        domain = partial(self._named, self._domain_of[rank])
+        return Named(self.numbers.number_of(rank), names, hashes, domain)
 
     def _hash_of(self, rank: Rank, name: int | None) -> SequenceHash | None:
         if name is None:

@@ -171,6 +171,11 @@ class Holdings:
         )
         return held.view(np.bool_)
 
+    def num_held(self, holder: int) -> int:
+        """Number of blocks that the holder has."""
+        sets = self.runs.column(runs.SET).astype(np.int64)
+        return int(self.runs.num_blocks[self.sets.any_of([holder])[sets]].sum())
+
     def overlap(self, sequence_hashes: U64, readers: Readers, num_ranks: int) -> Held:
         """What each rank holds of a request."""
         reach = np.empty((matching.NUM_REACHES, num_ranks), dtype=np.int64)

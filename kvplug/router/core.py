@@ -22,7 +22,8 @@ from kvplug.errors import ConfigError, NoWorkerError, UnknownRequestError
 from kvplug.events import EventBatch, Namespace, Rank
 from kvplug.hashing import Hashes, TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
-from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.index.block_index import BlockIndex
+from kvplug.index.overlaps import Overlap
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
 from kvplug.router.cost import cost_per_rank

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.block_index import Overlap
+from kvplug.index.overlaps import Overlap
 from kvplug.kernels import costing
 from kvplug.router.load import Load
 

@@ -27,10 +27,11 @@ from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
-from kvplug.index.block_index import BlockIndex, Overlap
+from kvplug.index.block_index import BlockIndex
 from kvplug.index.clearing import Clearing
 from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.overlaps import Overlap
 from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
