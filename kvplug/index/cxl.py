@@ -48,7 +48,7 @@ class Named(NamedTuple):
 
 
 class CxlBlocks:
-    """store, move, forget, remove; metadata tells what is known of a block."""
+    """store, move, forget, remove, erase_gone; metadata tells what is known of a block."""
 
     def __init__(self, numbers: HolderNumbers, holdings: Holdings) -> None:
         self._numbers, self._holdings = numbers, holdings
@@ -97,6 +97,14 @@ class CxlBlocks:
         """The rank, which is cleared, goes."""
         self.placements.free(self.placements.numbers_of(rank_number))
 
+    def erase_gone(self) -> None:
+        """Blocks may have left the index by themselves: what had a copy in a pool has none."""
+        for state, placement, hashes in self.states.items():
+            if state is CxlState.CXL_POOLED:
+                held = self._numbers.holders(placement.rank_number)
+                gone = hashes[~self._holdings.which_held(hashes, held)]
+                self.states.erase(placement.rank_number, gone)
+
     def _move_copies(self, blocks: Named, state: CxlState, placement: int) -> None:
         device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
         match state:
@@ -128,9 +136,10 @@ class CxlBlocks:
 
     def _drop(self, holder: int, blocks: Named) -> None:
         """The holder has no copy any more, however many it had."""
-        while len(blocks.names):
+        num_had = len(blocks.names)
+        while num_had:
             blocks = blocks.only(self._holdings.which_held(blocks.hashes, [holder]))
-            self._holdings.drop_named(holder, blocks.names, blocks.domain())
+            num_had = self._holdings.drop_named(holder, blocks.names, blocks.domain())
 
     def _note(self, blocks: Named, state: CxlState, placement: int) -> None:
         if state is CxlState.LOCAL_GPU and self.placements.placement(placement).is_unknown:

@@ -74,6 +74,7 @@ class CxlStates:
         if number == POOLED:
             self.table.put(keys, np.full(len(keys), base))
         else:
+            self.table.erase(keys[: -self._max_retained])
             keys = keys[-self._max_retained :]
             self.table.put(keys, (self._serials(keys) << _SERIAL_SHIFT) | base)
 

@@ -46,6 +46,11 @@ class MoeLabels:
         """Bytes of memory of the table."""
         return self.table.nbytes
 
+    @property
+    def num_labels(self) -> int:
+        """How many labels have numbers."""
+        return len(self._number_of)
+
     def put(self, rank_number: int, hashes: U64, label: MoeLabel) -> None:
         """The rank's copies of these blocks carry the label, those of them that it has."""
         held = hashes[self._is_held(rank_number, hashes)]
@@ -58,20 +63,21 @@ class MoeLabels:
         number = int(self.table.find(key)[0] >> _LABEL_SHIFT)
         return next((label for label, n in self._number_of.items() if n == number), None)
 
-    def erase_gone(self, rank_number: int, hashes: U64) -> None:
-        """The rank may have lost its last copy of some of these blocks."""
-        if len(self.table):
-            gone = hashes[~self._is_held(rank_number, hashes)]
-            self.table.erase(gone ^ mark_of(rank_number))
+    def erase_gone(self, rank_number: int, hashes: U64 | None = None) -> None:
+        """The rank may have lost its last copy of some of these blocks, or of any."""
+        if not len(self.table):
+            return
+        hashes = self._hashes_of(rank_number) if hashes is None else hashes
+        gone = hashes[~self._is_held(rank_number, hashes)]
+        self.table.erase(gone ^ mark_of(rank_number))
 
     def forget(self, rank_number: int, but: list[int] | None = None) -> None:
         """The rank loses its copies, all `but` those of these holders."""
         if not len(self.table):
             return
-        keys, values = self.table.items()
-        keys = keys[values & _RANK == np.uint64(rank_number)]
-        hashes = keys ^ mark_of(rank_number)
-        self.table.erase(keys[~self._holdings.which_held(hashes, but or [])])
+        hashes = self._hashes_of(rank_number)
+        gone = hashes[~self._holdings.which_held(hashes, but or [])]
+        self.table.erase(gone ^ mark_of(rank_number))
 
     def num_aligned(self, hashes: U64, label: MoeLabel, depths: I64) -> I64:
         """int64[ranks]: how many of each rank's first depths[rank] blocks carry the label."""
@@ -87,13 +93,17 @@ class MoeLabels:
     def check(self) -> None:
         """Every label is of a block that the rank holds."""
         self.table.check()
-        keys, values = self.table.items()
+        _, values = self.table.items()
         if not np.isin(values >> _LABEL_SHIFT, list(self._number_of.values())).all():
             raise IndexCorruptError("labels: a label without a number")
         for rank in np.unique(values & _RANK).tolist():
-            hashes = keys[values & _RANK == np.uint64(rank)] ^ mark_of(rank)
-            if not self._is_held(rank, hashes).all():
+            if not self._is_held(rank, self._hashes_of(rank)).all():
                 raise IndexCorruptError("labels: a label of a block that the rank has not")
+
+    def _hashes_of(self, rank_number: int) -> U64:
+        """Sequence hashes of the rank's blocks with labels."""
+        keys, values = self.table.items()
+        return np.asarray(keys[values & _RANK == np.uint64(rank_number)] ^ mark_of(rank_number))
 
     def _is_held(self, rank_number: int, hashes: U64) -> Mask:
         return self._holdings.which_held(hashes, self._numbers.holders(rank_number))

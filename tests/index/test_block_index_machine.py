@@ -45,15 +45,10 @@ places = st.builds(
 block_lists = st.lists(st.sampled_from([(1, 1), (1, 2), (2, 1)]), min_size=1, max_size=6)
 
 
-class TwinOfDomains(TwinIndex):
-    def ranks_like(self, rank):
-        return [r for r in RANKS if ALGORITHM.get(r) == ALGORITHM.get(rank)]
-
-
 class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
-        self.index, self.twin = BlockIndex(BLOCK_SIZE), TwinOfDomains()
+        self.index, self.twin = BlockIndex(BLOCK_SIZE), TwinIndex()
         self.present = set(RANKS)
         for rank in RANKS:
             self.index.add_rank(rank)
@@ -107,12 +102,18 @@ class IndexMachine(RuleBasedStateMachine):
             pool_id=said.pool_id,
             accessible_workers=said.accessible_workers,
         )
+        known = {c for r in self.ranks_like(rank) for c in self.twin.held(r)}
         applied = self.apply(rank, event)
         if rank in self.present:
-            num_moved, num_unknown, num_in_no_pool = self.twin.move(rank, contents, said)
+            num_moved, num_unknown, num_in_no_pool = self.twin.move(rank, contents, said, known)
             assert applied.num_moved == num_moved
             assert applied.refused[Refusal.UNKNOWN_BLOCK.value] == num_unknown
             assert applied.refused[Refusal.UNKNOWN_POOL.value] == num_in_no_pool
+
+    def ranks_like(self, rank):
+        """The ranks of its domain that call blocks as it does."""
+        together = [domain.ranks for domain in self.index.domains if rank in domain.ranks]
+        return [r for ranks in together for r in ranks if ALGORITHM.get(r) == ALGORITHM.get(rank)]
 
     def stored_event(self, rank, tier, parent, blocks, namespace):
         # A continuation says nothing of its namespace, as in real vLLM: the parent's holds.

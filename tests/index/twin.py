@@ -63,11 +63,14 @@ class TwinIndex:
                 self._note(rank, content, now)
         return num_stored, num_refused
 
-    def move(self, rank, contents, said):
-        """Returns how many blocks moved, how many are unknown, how many in no known pool."""
+    def move(self, rank, contents, said, known):
+        """`known`: contents that have a name. Returns how many blocks moved, how many are unknown,
+        and how many are in no known pool.
+        """
         counts = Counter()
         for content in dict.fromkeys(contents):
-            counts[self._move(rank, content, said)] += 1
+            what = self._move(rank, content, said) if content in known else "unknown"
+            counts[what] += 1
         self.copies[rank, Tier.DEVICE] = +self.of(rank, Tier.DEVICE)
         self._drop_labels(rank)
         return counts["moved"], counts["unknown"], counts["no pool"]
@@ -76,8 +79,6 @@ class TwinIndex:
         was, now = self.cxl_of(rank, content), self._inherit(rank, content, said)
         on_device = self.of(rank, Tier.DEVICE)
         is_here = was is not None or on_device[content]
-        if not any(content in self.held(r) for r in self.ranks_like(rank)):
-            return "unknown"
         if said.state is CxlState.EVICTED and not is_here:
             return "unknown"
         if said.state is CxlState.CXL_POOLED and now.pool_id is None:
@@ -90,10 +91,6 @@ class TwinIndex:
             on_device[content] = 0
         self._note(rank, content, now)
         return "moved"
-
-    def ranks_like(self, rank):
-        """The ranks that call blocks as this one does."""
-        return [rank]
 
     def _inherit(self, rank, content, said):
         was = self.cxl_of(rank, content) or CxlMetadata()
