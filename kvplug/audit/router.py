@@ -33,7 +33,15 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.audit.overtaking import Surpluses
 from kvplug.audit.residency import resident_blocks
 from kvplug.errors import ConfigError
-from kvplug.events import AllBlocksCleared, BlockRemoved, Event, EventBatch, Namespace, Rank
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    CxlStateTransition,
+    Event,
+    EventBatch,
+    Namespace,
+    Rank,
+)
 from kvplug.hashing import Hashes, TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
 from kvplug.kernels import wire
@@ -316,13 +324,14 @@ def _runs(batch: EventBatch) -> Iterator[tuple[bool, EventBatch]]:
 
 
 def _takes_away(event: Event) -> bool:
-    return isinstance(event, BlockRemoved | AllBlocksCleared)
+    return isinstance(event, BlockRemoved | AllBlocksCleared | CxlStateTransition)
 
 
 def _add(applied: Applied, more: Applied) -> None:
     """Count what the next part of a batch did, as if it had been one."""
     applied.num_stored += more.num_stored
     applied.num_removed += more.num_removed
+    applied.num_moved += more.num_moved
     applied.num_cleared += more.num_cleared
     applied.num_orphans = more.num_orphans + (0 if more.was_cleared else applied.num_orphans)
     applied.was_cleared |= more.was_cleared

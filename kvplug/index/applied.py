@@ -11,7 +11,7 @@ class Refusal(StrEnum):
     """Why blocks of an understood event were not applied."""
 
     UNKNOWN_PARENT = "unknown_parent"  # an earlier event was lost: the rank's blocks are incomplete
-    UNKNOWN_BLOCK = "unknown_block"  # a removal of what the index does not have
+    UNKNOWN_BLOCK = "unknown_block"  # removed or moved, and not there
     UNKNOWN_RANK = "unknown_rank"  # events of a worker that was removed or never added
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
     PARENT_EVICTED = "parent_evicted"  # the index gave the parent up for its own bounds
@@ -20,19 +20,21 @@ class Refusal(StrEnum):
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
     BIGRAM_TOKENS = "bigram_tokens"  # requests are not hashed by pairs of tokens yet
-    CXL_TRANSITION = "cxl_transition"  # CXL states are not followed yet
+    UNKNOWN_POOL = "unknown_pool"  # in a CXL pool, but no event has said in which
+    TOO_MANY_POOLS = "too_many_pools"  # of one rank at once, by pool and workers that can read it
 
 
 @dataclass(slots=True)
 class Applied:
     """Counts of blocks; `refused` by reason.
 
-    was_cleared: the rank dropped everything at some point;
+    num_moved: between CXL states; was_cleared: the rank dropped everything at some point;
     num_orphans: blocks refused since then (or at all) because their parents are unknown.
     """
 
     num_stored: int = 0
     num_removed: int = 0
+    num_moved: int = 0
     num_cleared: int = 0
     was_cleared: bool = False
     num_orphans: int = 0

@@ -2,11 +2,13 @@
 
 In:  event batches per rank.   Out: per rank, how many leading blocks of a request it holds.
 
-Three parts:
+Five parts:
 
     holdings   sequence hash x holder (a rank with a tier)      index/holdings.py
     domains    engine hash -> sequence hash, one table per engine hash space
     speculative blocks of requests that were routed but not reported yet
+    cxl        which blocks are or were in a CXL pool                  index/cxl.py
+    labels     which expert a copy belongs to                          index/moe_labels.py
 
 Engines name parents and removals by their own hashes. Ranks of one domain give equal blocks equal
 engine hashes, so one table serves them all. A rank whose hashes disagree (another algorithm,
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,25 +33,29 @@ from kvplug.events import (
     BlockCopied,
     BlockRemoved,
     BlockStored,
+    CxlMetadata,
     CxlStateTransition,
     EngineHash,
     Event,
     EventBatch,
+    MoeLabel,
     Rank,
     SequenceHash,
     Tier,
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, Hashes, HashesLike, as_hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied, Refusal
-from kvplug.index.asking import NO_POOLS, Asking, credits_of
+from kvplug.index.asking import Asking, credits_of
 from kvplug.index.bounds import Bounds
 from kvplug.index.changes import Changes
+from kvplug.index.cxl import CxlBlocks, Named
 from kvplug.index.domain import Domain
 from kvplug.index.event_applier import EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.holdings import Holdings, Stretch
+from kvplug.index.moe_labels import MoeLabels
 from kvplug.index.overlap import Overlap
 from kvplug.index.room import Room
 from kvplug.index.sweeping import Clearing
@@ -89,13 +96,17 @@ class BlockIndex:
         self.numbers = HolderNumbers(self._changes)
         self.holdings = Holdings(self._changes)
         self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
+        self.cxl = CxlBlocks(self.numbers, self.holdings)
+        self.labels = MoeLabels(self.numbers, self.holdings)
         self._worth: F64 = np.ones(0)
         self._asking: Asking | None = None
         self._domain_of: dict[Rank, Domain] = {}
         self._common_domain = Domain(self._changes)
         self._clearing: tuple[Tier | None, Clearing] | None = None
         self._eviction: Eviction | None = None
-        self.room = Room(bounds, self.holdings, self._others_nbytes, self._all_named)
+        self.room = Room(
+            bounds, self.holdings, self._others_nbytes, self._all_named, self._forget_gone
+        )
         flag = np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted
         self._applier = EventApplier(block_size, self.numbers, self.room, self.speculative, flag)
 
@@ -151,7 +162,8 @@ class BlockIndex:
         domains = sum(domain.table.nbytes for domain in self.domains)
         if growing is not None:
             domains += growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        return self.speculative.nbytes + domains
+        besides = self.speculative.nbytes + self.cxl.states.nbytes + self.labels.nbytes
+        return besides + domains
 
     def _all_named(self) -> list[tuple[U64, U64]]:
         return [self._named(domain) for domain in self.domains]
@@ -175,6 +187,7 @@ class BlockIndex:
         """Forget all ranks of a worker; later events of theirs are refused."""
         for rank in [r for r in self._domain_of if r.worker == worker]:
             self.clear(rank)
+            self.cxl.remove(self.numbers.number_of(rank))
             self._domain_of.pop(rank).ranks.discard(rank)
             self.numbers.remove(rank)
         self._changes.count += 1
@@ -190,6 +203,9 @@ class BlockIndex:
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         self.speculative.forget(number)
         holders = self.numbers.holders(number, tier)
+        self.labels.forget(number, but=list(set(self.numbers.holders(number)) - set(holders)))
+        if tier is None:
+            self.cxl.forget(number)
         return Clearing(self.holdings, self._named(domain), holders)
 
     def apply(self, rank: Rank, batch: EventBatch) -> Applied:
@@ -209,13 +225,19 @@ class BlockIndex:
         applied, domain = Applied(), self._domain_of.get(rank)
         if domain is None:
             applied.refuse(Refusal.UNKNOWN_RANK, packed.header(payload)[0])
-        elif self._applier.apply_packed(rank, domain, payload, applied):
-            return applied
-        else:
-            # Behind an event that needs a decision the rest of a payload goes one by one.
-            for event in packed.decode(payload)[self._applier.num_applied :]:
+        elif len(self.labels):  # they go with the last copy, which the kernels do not look for
+            for event in packed.decode(payload):
                 self._apply_packed_event(rank, event, applied)
+        elif len(self.labels):
+            self._apply_packed_from(0, rank, payload, applied)
+        elif not self._applier.apply_packed(rank, domain, payload, applied):
+            # Behind an event that needs a decision the rest of a payload goes one by one.
+            self._apply_packed_from(self._applier.num_applied, rank, payload, applied)
         return applied
+
+    def _apply_packed_from(self, first: int, rank: Rank, payload: bytes, applied: Applied) -> None:
+        for event in packed.decode(payload)[first:]:
+            self._apply_packed_event(rank, event, applied)
 
     def _apply_packed_event(self, rank: Rank, event: PackedEvent, applied: Applied) -> None:
         match event:
@@ -254,13 +276,15 @@ class BlockIndex:
             return first
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
-        at = self._applier.apply_records(
-            rank, self._domain_of[rank], records, first, max_blocks, applied
-        )
-        if self._applier.num_over:
-            return at + self._start_evicting(self._applier.num_over, applied)
-        if at == records.num_events or not self._applier.needs_decision:
-            return at
+        at = first
+        if not len(self.labels):
+            at = self._applier.apply_records(
+                rank, self._domain_of[rank], records, first, max_blocks, applied
+            )
+            if self._applier.num_over:
+                return at + self._start_evicting(self._applier.num_over, applied)
+            if at == records.num_events or not self._applier.needs_decision:
+                return at
         event = records.event(at)
         if isinstance(event, AllBlocksCleared):
             self._clearing = event.tier, self.start_clear(rank, event.tier)
@@ -277,11 +301,18 @@ class BlockIndex:
         applied.refuse(Refusal.INDEX_FULL, num_blocks)
         return True
 
+    def _forget_gone(self) -> None:
+        """Blocks have left the index by themselves: what is known of them besides goes, too."""
+        self.cxl.erase_gone()
+        for rank in self._domain_of:
+            self.labels.erase_gone(self.numbers.number_of(rank))
+
     def _go_on_evicting(self, max_steps: int) -> None:
         assert self._eviction is not None
         self._eviction.advance(max_steps)
         if self._eviction.is_done:
             self._eviction = None
+            self._forget_gone()
 
     def _go_on_clearing(self, max_steps: int, applied: Applied) -> bool:
         """Whether the clear that a run of records has come to is done."""
@@ -314,19 +345,38 @@ class BlockIndex:
     def _ask(self) -> Asking:
         credits = credits_of(_CREDITS, self._worth[: len(self.numbers.ranks)])
         expected = self.speculative.query_arrays
-        owner = self.numbers.owner
-        return Asking(self.holdings, owner, NO_POOLS, credits, expected)
+        numbers = self.numbers
+        return Asking(self.holdings, numbers.owner, numbers.readers, credits, expected)
+
+    def moe_hits(
+        self, sequence_hashes: HashesLike, label: MoeLabel, overlap: Overlap | None = None
+    ) -> I64:
+        """int64[ranks]: how many of the leading blocks that a rank holds carry the label there.
+
+        `overlap` of the same hashes, if it was asked for already.
+        """
+        overlap = self.overlap(sequence_hashes) if overlap is None else overlap
+        return self.labels.num_aligned(as_hashes(sequence_hashes), label, overlap.held)
+
+    def cxl_metadata(self, rank: Rank, sequence_hash: SequenceHash | int) -> CxlMetadata | None:
+        """The last CXL state of a block, and where it is or was; None if nothing is known."""
+        return self.cxl.metadata(self.numbers.number_of(rank), sequence_hash)
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
-        """uint64[n], the engine's own hashes of the blocks that the rank holds."""
+        """uint64[n], the engine's own hashes of the blocks that the rank holds: in a tier, or in
+        any and in pools.
+        """
         number = self.numbers.number_of(rank)
         names, hashes = self._domain_of[rank].table.items()
         return names[self.holdings.which_held(hashes, self.numbers.holders(number, tier))]
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
+        self.numbers.check()
         self.holdings.check()
         self.speculative.check()
+        self.cxl.check()
+        self.labels.check()
         for rank, domain in self._domain_of.items():
             if rank not in domain.ranks or rank not in self.numbers:
                 raise IndexCorruptError(f"index: {rank} is in no domain or has no number")
@@ -360,7 +410,7 @@ class BlockIndex:
             case BlockStored():
                 applied.refuse(Refusal.BIGRAM_TOKENS, len(event.block_hashes))
             case CxlStateTransition():
-                applied.refuse(Refusal.CXL_TRANSITION, len(event.block_hashes))
+                self._move(rank, event, applied)
 
     def _store(self, rank: Rank, event: BlockStored, applied: Applied) -> None:
         num_blocks = len(event.block_hashes)
@@ -375,8 +425,17 @@ class BlockIndex:
         )
         if len(hashes) != num_blocks:
             return applied.refuse(Refusal.MISALIGNED, num_blocks)
-        names = _as_u64(event.block_hashes)
-        return self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
+        names, num_stored = _as_u64(event.block_hashes), applied.num_stored
+        self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
+        if applied.num_stored > num_stored and (event.cxl is not None or event.moe is not None):
+            self._annotate(self._blocks(rank, names, hashes), event, applied)
+        return None
+
+    def _annotate(self, blocks: Named, event: BlockStored, applied: Applied) -> None:
+        if event.cxl is not None:
+            self.cxl.store(blocks, event.tier, event.cxl, applied)
+        if event.moe is not None:
+            self.labels.put(blocks.rank_number, blocks.hashes, event.moe)
 
     def _hold(self, rank: Rank, tier: Tier, stretch: Stretch, applied: Applied) -> None:
         number, num_blocks = self.numbers.number_of(rank), len(stretch.hashes)
@@ -409,7 +468,9 @@ class BlockIndex:
     def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
         number, domain = self.numbers.number_of(rank), self._domain_of[rank]
         names, holder = _as_u64(event.block_hashes), self.numbers.holder(number, event.tier)
+        hashes = domain.table.find(names) if len(self.labels) else names[:0]
         num_had = self.holdings.drop_named(holder, names, self._named(domain))
+        self.labels.erase_gone(number, hashes)
         applied.num_removed += num_had
         applied.refuse(Refusal.UNKNOWN_BLOCK, len(names) - num_had)
 
@@ -417,6 +478,20 @@ class BlockIndex:
         # A parent that the index gave up itself is no sign of a lost event.
         is_lost = parent in self.room.lost_names
         return Refusal.PARENT_EVICTED if is_lost else Refusal.UNKNOWN_PARENT
+
+    def _move(self, rank: Rank, event: CxlStateTransition, applied: Applied) -> None:
+        names = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
+        hashes = self._domain_of[rank].table.find(names)
+        applied.refuse(Refusal.UNKNOWN_BLOCK, int((hashes == 0).sum()))
+        blocks = self._blocks(rank, names, hashes).only(hashes != 0)
+        said = CxlMetadata(event.new_state, event.pool_id, event.accessible_workers)
+        self.speculative.confirm(blocks.rank_number, blocks.hashes)
+        self.cxl.move(blocks, said, applied)
+        self.labels.erase_gone(blocks.rank_number, blocks.hashes)
+
+    def _blocks(self, rank: Rank, names: U64, hashes: U64) -> Named:
+        domain = partial(self._named, self._domain_of[rank])
+        return Named(self.numbers.number_of(rank), names, hashes, domain)
 
     def _hash_of(self, rank: Rank, name: int | None) -> SequenceHash | None:
         if name is None:

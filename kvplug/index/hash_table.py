@@ -76,6 +76,10 @@ class HashTable:
         """Move ends[j] forward while keys[ends[j]] ^ salts[j] is in the table."""
         kernels.extend_runs(self.slots, keys, salts, ends)
 
+    def count_equal(self, keys: U64, salts: U64, ends: I64, values: U64, counts: I64) -> None:
+        """counts[j]: how many of keys[:ends[j]] ^ salts[j] have values[j]."""
+        kernels.count_equal(self.slots, keys, salts, ends, values, counts)
+
     def items(self) -> tuple[U64, U64]:
         """All keys and their values, in no order."""
         pairs = self.slots[:-2].reshape(-1, 2)

@@ -1,6 +1,7 @@
 """Dense numbers for ranks, and for holders: a rank with the tier that a copy is in.
 
-In:  Rank, Tier.   Out: small integers, and an array from holder number to rank number and tier.
+In:  Rank, Tier; for a copy in a pool the workers that can read it.   Out: small integers, and
+arrays from holder number to rank number and tier, or to the ranks that can read the copy.
 
 Numbers of ranks that left are given again, so arrays indexed by them stay as short as the fleet.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, Tier
 from kvplug.index.changes import Changes
 from kvplug.kernels.matching import NUM_CLASSES
@@ -26,7 +28,8 @@ class HolderNumbers:
     """Who is behind a number, and which numbers a rank has.
 
     owner: int64[a power of two, at least 64], who is behind each holder: NUM_CLASSES * rank number
-    + tier, -1 nobody (kernels/matching.py).
+    + tier, -1 nobody, below that a pool (kernels/matching.py).
+    readers: int64[n], the ranks that can read each pool, the one that put the copies there first.
     """
 
     def __init__(self, changes: Changes | None = None) -> None:
@@ -36,6 +39,9 @@ class HolderNumbers:
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
         self._holder_of_tier: dict[int, I64] = {}
+        # Holder -> (number of the rank that put the copies there, workers that can read them).
+        self._pools: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self.readers: I64 = np.zeros(0, dtype=np.int64)
 
     def __contains__(self, rank: Rank) -> bool:
         return rank in self._number_of
@@ -62,14 +68,21 @@ class HolderNumbers:
         self.ranks[number : number + 1] = [rank]
         self._changes.count += 1
         self._number_of[rank] = number
+        self._list_readers()
         return number
 
-    def load(self, ranks: list[Rank | None], owner: I64) -> None:
-        """Be what other numbers were; there are none here yet."""
-        self.ranks, self.owner = ranks, owner
+    def load(
+        self, ranks: list[Rank | None], owner: I64, pools: dict[int, tuple[int, tuple[str, ...]]]
+    ) -> None:
+        """Be what other numbers were; there are none here yet.
+
+        pools: holder -> number of the rank that put the copies there, workers that can read them.
+        """
+        self.ranks, self.owner, self._pools = ranks, owner, pools
         self._number_of = {rank: n for n, rank in enumerate(ranks) if rank is not None}
+        self._list_readers()
         for holder, behind in enumerate(owner.tolist()):
-            if behind != _NOBODY:
+            if behind >= 0:
                 rank_number, tier = divmod(behind, NUM_CLASSES)
                 self._holder_of[rank_number, Tier(tier)] = holder
         self._changes.count += 1
@@ -84,6 +97,36 @@ class HolderNumbers:
             holder = self._holder_of.pop((number, tier), None)
             if holder is not None:
                 self.owner[holder] = _NOBODY
+        self.remove_pools(self.pools_of(number))
+
+    def add_pool(self, rank_number: int, workers: tuple[str, ...]) -> int:
+        """A holder number for copies of the rank in a pool that these workers can read, too.
+
+        Their ranks are readers while they are in the fleet.
+        """
+        holder = self._free_holder()
+        self._pools[holder] = rank_number, workers
+        self.readers = np.append(self.readers, self._readers_behind(len(self.readers), holder))
+        self._changes.count += 1
+        return holder
+
+    def remove_pools(self, holders: list[int]) -> None:
+        """The numbers of pools in which nobody has copies any more are free."""
+        for holder in holders:
+            del self._pools[holder]
+            self.owner[holder] = _NOBODY
+        self._list_readers()
+        self._changes.count += 1
+
+    def pools_of(self, rank_number: int) -> list[int]:
+        """The holder numbers of the rank's copies in pools."""
+        return [holder for holder, (rank, _) in self._pools.items() if rank == rank_number]
+
+    def readers_of(self, holder: int) -> list[int]:
+        """The ranks that can read a pool, the one that put the copies there first."""
+        rank_number, workers = self._pools[holder]
+        others = [n for rank, n in self._number_of.items() if rank.worker in workers]
+        return [rank_number, *(n for n in others if n != rank_number)]
 
     def holder(self, rank_number: int, tier: Tier) -> int:
         """The holder number of the rank's copies in this tier; given on first use."""
@@ -108,14 +151,39 @@ class HolderNumbers:
         return holders
 
     def holders(self, rank_number: int, tier: Tier | None = None) -> list[int]:
-        """The holder numbers that the rank has, in one tier or in all."""
+        """The holder numbers that the rank has, in one tier or in all and in pools."""
         tiers = Tier if tier is None else (tier,)
         keys = [(rank_number, t) for t in tiers]
-        return [self._holder_of[key] for key in keys if key in self._holder_of]
+        pools = self.pools_of(rank_number) if tier is None else []
+        return [self._holder_of[key] for key in keys if key in self._holder_of] + pools
 
     def holders_of(self, ranks: Iterable[Rank]) -> list[int]:
-        """The holder numbers that these ranks have, in all tiers."""
+        """The holder numbers that these ranks have, in all tiers and in pools."""
         return [holder for rank in ranks for holder in self.holders(self._number_of[rank])]
+
+    def check(self) -> None:
+        """Pools and their readers agree with the fleet; raises IndexCorruptError."""
+        pools = np.flatnonzero(self.owner < _NOBODY).tolist()
+        if pools != sorted(self._pools):
+            raise IndexCorruptError("numbers: a pool is nobody's")
+        for holder in pools:
+            first = _NOBODY - int(self.owner[holder])
+            readers = self.readers[first : first + int(self.readers[first - 1])].tolist()
+            if readers != self.readers_of(holder):
+                raise IndexCorruptError("numbers: others can read a pool than the fleet says")
+
+    def _list_readers(self) -> None:
+        """Who can read what, anew: ranks come and go seldom."""
+        readers: list[int] = []
+        for holder in self._pools:
+            readers += self._readers_behind(len(readers), holder)
+        self.readers = np.array(readers, dtype=np.int64)
+
+    def _readers_behind(self, first: int, holder: int) -> list[int]:
+        """What is in `readers` from `first` on for a pool."""
+        self.owner[holder] = _NOBODY - 1 - first
+        ranks = self.readers_of(holder)
+        return [len(ranks), *ranks]
 
     def _free_holder(self) -> int:
         free = np.flatnonzero(self.owner == _NOBODY)

@@ -165,6 +165,11 @@ class Holdings:
         )
         return held.view(np.bool_)
 
+    def num_held(self, holder: int) -> int:
+        """Number of blocks that the holder has."""
+        sets = self.runs.column(runs.SET).astype(np.int64)
+        return int(self.runs.num_blocks[self.sets.any_of([holder])[sets]].sum())
+
     def check(self) -> None:
         """Every invariant of these arrays; raises IndexCorruptError."""
         self.table.check()

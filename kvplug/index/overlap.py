@@ -49,6 +49,31 @@ class Overlap:
         """int64[NUM_REACHES, ranks], by class of memory, nothing expected (matching.REACHES)."""
         return self._rows[: matching.NUM_REACHES]
 
+    @property
+    def device(self) -> I64:
+        """int64[ranks], on the rank's device."""
+        return np.asarray(self._rows[matching.ON_DEVICE])
+
+    @property
+    def host(self) -> I64:
+        """int64[ranks], there or in host memory: `device` and its extension."""
+        return np.asarray(self._rows[matching.IN_HOST])
+
+    @property
+    def disk(self) -> I64:
+        """int64[ranks], there or on disk: `host` and its extension."""
+        return np.asarray(self._rows[matching.ON_DISK])
+
+    @property
+    def cxl_accessible(self) -> I64:
+        """int64[ranks], on the device, or in CXL pools that the rank can read."""
+        return np.asarray(self._rows[matching.ON_DEVICE_OR_POOLED])
+
+    @property
+    def held(self) -> I64:
+        """int64[ranks], in any memory: `depth` without what is expected."""
+        return np.asarray(self._rows[matching.ANY])
+
     def put(self, numbers: I64, other: Overlap, others: npt.NDArray[np.bool_]) -> None:
         """Ranks `numbers` here are the ranks `others` there."""
         self._rows[:, numbers] = other._rows[:, others]

@@ -26,7 +26,8 @@ class Room:
     """is_over_bytes, eviction, make; `lost` and `lost_names` say what had to go.
 
     `others_nbytes` is the memory of what is no holding, with a domain's table as large as it would
-    be with so many more names; `domains` are all domains.
+    be with so many more names; `domains` are all domains; `forget_gone` is called when blocks have
+    left the index by an eviction.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Room:
         holdings: Holdings,
         others_nbytes: Callable[[Domain | None, int], int],
         domains: Callable[[], Sequence[Named]],
+        forget_gone: Callable[[], None],
     ) -> None:
         self.bounds, self.lost, self.lost_names = bounds, Lost(), LostNames()
         self.holdings, self._others_nbytes, self._domains = holdings, others_nbytes, domains
+        self._forget_gone = forget_gone
         holdings.table.limit = bounds.max_blocks or 0
 
     @property
@@ -62,6 +65,7 @@ class Room:
         while self._is_over(domain, holder, hashes):
             eviction = self.eviction(len(hashes))
             eviction.finish()
+            self._forget_gone()
             if not eviction.num_blocks:
                 return False
         return True

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError, IndexCorruptError, SnapshotError
-from kvplug.events import Rank
+from kvplug.events import MoeLabel, Rank
 from kvplug.index import snapshot_file
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.holdings import ARRAYS
+from kvplug.index.pools import Placement
 from kvplug.kernels import holders, matching, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -30,9 +31,29 @@ Arrays = dict[str, npt.NDArray[Any]]
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
+class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A placement in a CXL pool (kvplug/index/pools.py), and the holder of copies there."""
+
+    rank: int
+    pool_id: int | None
+    workers: list[str] | None
+    holder: int | None
+
+    @property
+    def placement(self) -> Placement:
+        """In the index's words."""
+        workers = None if self.workers is None else tuple(self.workers)
+        return Placement(self.rank, self.pool_id, workers)
+
+
+class _Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    label: MoeLabel
+    number: int
+
+
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ranks: by number, None for one that is free; domains: the ranks of each, of which number
-    `common` takes new ranks.
+    `common` takes new ranks; places and labels: by number, and with their numbers.
     """
 
     block_size: int
@@ -40,6 +61,8 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worth: list[float]
     domains: list[list[Rank]]
     common: int
+    places: list[_Place | None]
+    labels: list[_Label]
 
 
 class Snapshot:
@@ -50,6 +73,8 @@ class Snapshot:
         # Queries write down in it which runs they have used.
         self._arrays["runs"] = self._arrays["runs"].copy()
         self._arrays["owner"] = index.numbers.owner
+        self._arrays["cxl"], self._arrays["cxl_ring"] = index.cxl.states.arrays
+        self._arrays["labels"] = index.labels.table.slots
         domains = index.all_domains
         for number, domain in enumerate(domains):
             self._arrays[f"names{number}"] = domain.table.slots
@@ -59,6 +84,8 @@ class Snapshot:
             worth=index.worth.tolist(),
             domains=[sorted(domain.ranks) for domain in domains],
             common=domains.index(index.common_domain),
+            places=[_place(each) for each in index.cxl.placements.state()],
+            labels=[_Label(*each) for each in index.labels.state()],
         )
 
     def write(self, path: Path) -> None:
@@ -90,8 +117,22 @@ def restore(
     return index
 
 
+def _place(state: tuple[Placement, int | None] | None) -> _Place | None:
+    if state is None:
+        return None
+    (rank_number, pool_id, workers), holder = state
+    return _Place(rank_number, pool_id, None if workers is None else list(workers), holder)
+
+
 def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
-    index.numbers.load(settings.ranks, arrays["owner"])
+    places = [place for place in settings.places if place is not None]
+    pools = {p.holder: (p.rank, tuple(p.workers or ())) for p in places if p.holder is not None}
+    index.numbers.load(settings.ranks, arrays["owner"], pools)
+    index.cxl.placements.load(
+        [None if place is None else (place.placement, place.holder) for place in settings.places]
+    )
+    index.cxl.states.load(arrays["cxl"], arrays["cxl_ring"])
+    index.labels.load([(each.label, each.number) for each in settings.labels], arrays["labels"])
     index.holdings.load([arrays[name] for name in ARRAYS])
     names = [arrays[f"names{number}"] for number in range(len(settings.domains))]
     index.load_domains(settings.domains, names, settings.common)
@@ -101,12 +142,12 @@ def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
 def _require_sound(settings: _Settings, arrays: Arrays) -> None:
     """Whatever a kernel takes for a position is one; IndexCorruptError if not."""
     names = [f"names{number}" for number in range(len(settings.domains))]
-    expected = {*ARRAYS, "owner", *names}
+    expected = {*ARRAYS, "owner", "cxl", "cxl_ring", "labels", *names}
     _require(set(arrays) == expected, f"expected the arrays {sorted(expected)}")
     for name, array in arrays.items():
         dtype = {"intern": "uint32", "header": "int64", "owner": "int64"}.get(name, "uint64")
         _require(array.dtype == dtype, f"expected {dtype} in {name}, got {array.dtype}")
-    for name in ("table", "copies", *names):
+    for name in ("table", "copies", "cxl", "labels", *names):
         _require_table(name, arrays[name])
     _require_runs(arrays)
     _require_sets(arrays)
@@ -160,10 +201,14 @@ def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     in_domains = sorted(rank for domain in settings.domains for rank in domain)
     _require(in_domains == sorted(known), "ranks and domains do not pair up")
     _require(0 <= settings.common < len(settings.domains), "no domain takes new ranks")
-    _require((owner >= -1).all() and (owner < matching.NUM_CLASSES * num_ranks).all(),
-             "a holder is nobody known")  # fmt: skip
+    _require((owner < matching.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
+    pools = sorted(np.flatnonzero(owner < -1).tolist())
+    places = [place for place in settings.places if place is not None]
+    known_pools = sorted(place.holder for place in places if place.holder is not None)
+    _require(pools == known_pools, "pools and their holders do not pair up")
+    _require(all(0 <= place.rank < num_ranks for place in places), "a pool is nobody's")
     words = int(arrays["header"][holders.WORDS])
     held = np.bitwise_or.reduce(arrays["bits"].reshape(-1, words), axis=0)
     bits = np.unpackbits(held.view(np.uint8), bitorder="little")
-    _require((owner[np.flatnonzero(bits[: len(owner)])] >= 0).all(), "a holder is nobody known")
+    _require((owner[np.flatnonzero(bits[: len(owner)])] != -1).all(), "a holder is nobody known")
     _require(not bits[len(owner) :].any(), "a holder is nobody known")

@@ -33,7 +33,7 @@ NUM_CLASSES = 4
 # class; on the device or in a pool.
 REACHES = (0b0001, 0b0011, 0b0111, 0b1111, 0b1001)
 NUM_REACHES = len(REACHES)
-ANY = 3
+ON_DEVICE, IN_HOST, ON_DISK, ANY, ON_DEVICE_OR_POOLED = range(NUM_REACHES)
 NUM_MASKS = 2**NUM_CLASSES
 # In which reaches (bits) a rank is that has a block in these classes (bits).
 _REACHES_OF = np.array(

@@ -183,6 +183,19 @@ def extend_runs(slots: U64, keys: U64, salts: U64, out_ends: I64) -> None:
         out_ends[j] = end
 
 
+@kernel(void(reads(u8), reads(u8), reads(u8), reads(i8), reads(u8), writes(i8)))
+def count_equal(
+    slots: U64, keys: U64, salts: U64, ends: I64, values: U64, out_counts: I64
+) -> None:  # fmt: skip
+    """out_counts[j] = how many of keys[:ends[j]] ^ salts[j] have values[j]."""
+    capacity = capacity_of(slots)
+    for j in range(len(salts)):
+        out_counts[j] = 0
+        for i in range(ends[j]):
+            at = find_slot(slots, keys[i] ^ salts[j], capacity)
+            out_counts[j] += slots[_TWO * at + _ONE] == values[j]
+
+
 @kernel(i8(reads(u8)))
 def count_reachable(slots: U64) -> int:
     """How many slots are filled, each with a key that a lookup finds right there.

@@ -153,7 +153,7 @@ class FleetIndex:
         if not member.holding:
             self._place(member, _first_block_size(batch))
         applied = member.section.index.apply(rank, batch)
-        if applied.num_stored:
+        if applied.num_stored or applied.num_moved:
             member.holding.add(rank)
         return applied
 

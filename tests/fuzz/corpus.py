@@ -11,6 +11,8 @@ import msgspec
 VECTORS = Path(__file__).parents[1] / "vectors"
 BLOCK_SIZE = 4
 _NUM_CHAINS, _CHAIN_LENGTH = 12, 8
+_STATES = ("local_gpu", "cxl_pooled", "cxl_pooled", "in_transit", "evicted")
+_WORKERS = ("fed", "bystander", "nobody")
 _MEDIA = ("GPU", "GPU", "GPU", "CPU", "STORAGE", "CXL", "tape", None)
 
 
@@ -65,7 +67,9 @@ def _copied(rng):
 
 def _moved(rng):
     name = _name(rng.randrange(_NUM_CHAINS), rng.randrange(_CHAIN_LENGTH))
-    return {"type": "CxlStateTransition", "block_hashes": [name], "new_state": "cxl_pooled"}
+    place = {"pool_id": rng.randrange(3), "accessible_workers": rng.sample(_WORKERS, 1)}
+    move = {"type": "CxlStateTransition", "block_hashes": [name], "new_state": rng.choice(_STATES)}
+    return move | (place if rng.random() < 0.7 else {})
 
 
 _MAKERS = (_stored, _stored, _stored, _stored, _removed, _removed, _copied, _moved)

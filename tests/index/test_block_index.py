@@ -142,7 +142,7 @@ def test_one_name_for_two_contents_of_one_engine_is_refused(index):
         (BlockStored(block_hashes=(1, 2), token_ids=(1,) * 4, block_size=4), "misaligned"),
         (BlockStored(block_hashes=(1, 1), token_ids=(1,) * 8, block_size=4), "conflicting_hash"),
         (BlockRemoved(block_hashes=(5,)), "unknown_block"),
-        (CxlStateTransition(block_hashes=(5,), new_state=CxlState.EVICTED), "cxl_transition"),
+        (CxlStateTransition(block_hashes=(5,), new_state=CxlState.EVICTED), "unknown_block"),
     ],
 )
 def test_what_is_not_certain_is_refused_by_name(index, event, reason):

@@ -7,7 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplug.errors import SnapshotError
-from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Rank, Tier
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CxlMetadata,
+    CxlState,
+    CxlStateTransition,
+    EventBatch,
+    MoeLabel,
+    Rank,
+    Tier,
+)
 from kvplug.hashing import as_tokens
 from kvplug.index import snapshot, snapshot_file
 from kvplug.index.block_index import BlockIndex
@@ -80,6 +91,32 @@ def test_a_restored_index_is_the_same_and_goes_on_alike(tmp_path_factory, before
     assert everything(restored) == everything(index)
     hashes = index.hasher.sequence_hashes(as_tokens((1, 2, 3, 1)))
     assert restored.overlap(hashes).reach.tolist() == index.overlap(hashes).reach.tolist()
+
+
+def test_pools_and_labels_are_in_a_snapshot(tmp_path):
+    index = BlockIndex(1)
+    for rank in RANKS:
+        index.add_rank(rank)
+    label = MoeLabel(layer=1, expert=2)
+    whole = stored((1, 2, 3), 3)
+    event = BlockStored(
+        block_hashes=whole.block_hashes, token_ids=whole.token_ids, block_size=1, moe=label,
+        cxl=CxlMetadata(CxlState.CXL_POOLED, 7, ("b",)),
+    )  # fmt: skip
+    gone = CxlStateTransition(block_hashes=event.block_hashes[2:], new_state=CxlState.EVICTED)
+    index.apply(RANKS[0], EventBatch(events=(event, gone)))
+    snapshot.save(index, tmp_path / "index")
+    restored = snapshot.restore(tmp_path / "index")
+    hashes = index.hasher.sequence_hashes(as_tokens((1, 2, 3)))
+    for each in (index, restored):
+        overlap = each.overlap(hashes)
+        assert overlap.cxl_accessible.tolist() == [2, 0, 2, 0]
+        assert each.moe_hits(hashes, label).tolist() == [2, 0, 0, 0]
+        assert each.cxl_metadata(RANKS[0], int(hashes[2])).state is CxlState.EVICTED
+        assert each.cxl_metadata(RANKS[0], int(hashes[0])).accessible_workers == ("b",)
+    restored.remove_worker("a")
+    restored.check()
+    assert len(restored) == 0
 
 
 @pytest.fixture

@@ -4,9 +4,16 @@ from collections import Counter
 
 import xxhash
 
-from kvplug.events import Tier
+from kvplug.events import CxlMetadata, CxlState, Tier
 
-CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
+CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25, "pool": 0.9}
+REACHES = [
+    {Tier.DEVICE},
+    {Tier.DEVICE, Tier.HOST},
+    {Tier.DEVICE, Tier.HOST, Tier.DISK},
+    {Tier.DEVICE, Tier.HOST, Tier.DISK, "pool"},
+    {Tier.DEVICE, "pool"},
+]
 
 
 def engine_hash(algorithm, content):
@@ -14,17 +21,105 @@ def engine_hash(algorithm, content):
     return xxhash.xxh3_64_intdigest(repr((algorithm, content)).encode())
 
 
+def depth_of(has):
+    """How many leading blocks have something."""
+    return [*map(bool, has), False].index(False)
+
+
 class TwinIndex:
-    """A content is (namespace, all tokens of the prefix); copies[rank, tier][content] = count."""
+    """A content is (namespace, all tokens of the prefix); copies[rank, tier][content] = count.
+
+    cxl[rank][content] = CxlMetadata; labels[rank][content] = MoeLabel. A rank has a copy in a pool
+    if and only if the state says so.
+    """
 
     def __init__(self):
-        self.copies = {}
+        self.copies, self.cxl, self.labels = {}, {}, {}
 
     def of(self, rank, tier):
         return self.copies.setdefault((rank, tier), Counter())
 
+    def cxl_of(self, rank, content):
+        return self.cxl.setdefault(rank, {}).get(content)
+
     def store(self, rank, tier, contents):
         self.of(rank, tier).update(contents)
+
+    def store_cxl(self, rank, tier, contents, said):
+        """As `store`, with CXL metadata; returns how many copies came, and how many were refused.
+
+        A stored event takes no copy out of a pool, but for one in another pool.
+        """
+        num_stored = num_refused = 0
+        for content in contents:
+            now = self._inherit(rank, content, said)
+            if said.state is CxlState.CXL_POOLED and now.pool_id is None:
+                num_refused += 1
+                continue
+            if said.state in (CxlState.LOCAL_GPU, CxlState.IN_TRANSIT):
+                self.of(rank, tier)[content] += 1
+            num_stored += said.state is not CxlState.EVICTED
+            if said.state is CxlState.CXL_POOLED or not self._is_pooled(rank, content):
+                self._note(rank, content, now)
+        return num_stored, num_refused
+
+    def move(self, rank, contents, said, known):
+        """`known`: contents that have a name. Returns how many blocks moved, how many are unknown,
+        and how many are in no known pool.
+        """
+        counts = Counter()
+        for content in dict.fromkeys(contents):
+            what = self._move(rank, content, said) if content in known else "unknown"
+            counts[what] += 1
+        self.copies[rank, Tier.DEVICE] = +self.of(rank, Tier.DEVICE)
+        self._drop_labels(rank)
+        return counts["moved"], counts["unknown"], counts["no pool"]
+
+    def _move(self, rank, content, said):
+        was, now = self.cxl_of(rank, content), self._inherit(rank, content, said)
+        on_device = self.of(rank, Tier.DEVICE)
+        is_here = was is not None or on_device[content]
+        if said.state is CxlState.EVICTED and not is_here:
+            return "unknown"
+        if said.state is CxlState.CXL_POOLED and now.pool_id is None:
+            return "no pool"
+        if said.state in (CxlState.LOCAL_GPU, CxlState.IN_TRANSIT):
+            on_device[content] = max(1, on_device[content])
+        elif said.state is CxlState.CXL_POOLED or was is None or was.state in (
+            CxlState.LOCAL_GPU, CxlState.IN_TRANSIT
+        ):  # fmt: skip
+            on_device[content] = 0
+        self._note(rank, content, now)
+        return "moved"
+
+    def _inherit(self, rank, content, said):
+        was = self.cxl_of(rank, content) or CxlMetadata()
+        workers = said.accessible_workers
+        return CxlMetadata(
+            said.state,
+            was.pool_id if said.pool_id is None else said.pool_id,
+            was.accessible_workers if workers is None else tuple(sorted(set(workers))),
+        )
+
+    def _note(self, rank, content, now):
+        if now.state is CxlState.LOCAL_GPU and now.pool_id is None and not now.accessible_workers:
+            self.cxl[rank].pop(content, None)
+        else:
+            self.cxl[rank][content] = now
+
+    def _is_pooled(self, rank, content):
+        state = self.cxl_of(rank, content)
+        return state is not None and state.state is CxlState.CXL_POOLED
+
+    def label(self, rank, contents, label):
+        """The copies that the rank has of them carry the label."""
+        held = set(self.held(rank))
+        self.labels.setdefault(rank, {}).update({c: label for c in contents if c in held})
+
+    def _drop_labels(self, rank):
+        held = set(self.held(rank))
+        labels = self.labels.get(rank, {})
+        self.labels[rank] = {c: label for c, label in labels.items() if c in held}
 
     def remove(self, rank, tier, contents):
         """Returns how many copies there were to remove."""
@@ -34,21 +129,42 @@ class TwinIndex:
                 copies[content] -= 1
                 num_removed += 1
         self.copies[rank, tier] = +copies
+        self._drop_labels(rank)
         return num_removed
 
     def clear(self, rank, tier=None):
         for t in Tier if tier is None else [tier]:
             self.copies.pop((rank, t), None)
+        if tier is None:
+            self.cxl.pop(rank, None)
+        self._drop_labels(rank)
+
+    def pooled(self, rank):
+        return [c for c in self.cxl.get(rank, {}) if self._is_pooled(rank, c)]
 
     def held(self, rank, tier=None):
         tiers = list(Tier) if tier is None else [tier]
-        return sorted({content for t in tiers for content in +self.of(rank, t)}, key=repr)
+        held = {content for t in tiers for content in +self.of(rank, t)}
+        return sorted(held | set(self.pooled(rank) if tier is None else []), key=repr)
 
-    def overlap(self, rank, contents):
-        depth, credit = 0, 0.0
-        for content in contents:
-            credits = [CREDIT[t] for t in Tier if self.of(rank, t)[content]]
-            if not credits:
-                break
-            depth, credit = depth + 1, credit + max(credits)
-        return depth, credit
+    def _has(self, rank, content, fleet):
+        """The kinds of memory in which a rank finds a block: its own, and pools that it reads."""
+        has = {tier for tier in Tier if self.of(rank, tier)[content]}
+        for owner in fleet:
+            if self._is_pooled(owner, content):
+                workers = self.cxl_of(owner, content).accessible_workers or ()
+                if owner == rank or rank.worker in workers:
+                    has.add("pool")
+        return has
+
+    def overlap(self, rank, contents, fleet):
+        """Depths by reach, and the credit."""
+        has = [self._has(rank, content, fleet) for content in contents]
+        depths = [depth_of(kinds & reach for kinds in has) for reach in REACHES]
+        credit = sum(max(CREDIT[kind] for kind in kinds) for kinds in has[: depths[3]])
+        return depths, credit
+
+    def moe_hits(self, rank, contents, label, fleet):
+        depth = self.overlap(rank, contents, fleet)[0][3]
+        labels = self.labels.get(rank, {})
+        return sum(labels.get(content) == label for content in contents[:depth])

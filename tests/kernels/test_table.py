@@ -88,3 +88,22 @@ def test_runs_extend_while_the_salted_key_is_there(asked, salts, data):
     for salt, start, end in zip(salts, starts, ends, strict=True):
         run = [key ^ salt in everything for key in [*asked[start:]]] + [False]
         assert end == start + run.index(False)
+
+
+@given(
+    st.lists(keys, max_size=12),
+    st.dictionaries(keys, st.integers(1, 3), max_size=20),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=4),
+    st.data(),
+)
+def test_values_are_counted_up_to_an_end(asked, held, wanted, data):
+    slots = new_slots(64)
+    table.put_many(slots, u64(held), u64(held.values()))
+    ends = [data.draw(st.integers(0, len(asked))) for _ in wanted]
+    counts = np.full(len(wanted), 99, dtype=np.int64)
+    salts, values = u64(salt for salt, _ in wanted), u64(value for _, value in wanted)
+    table.count_equal(slots, u64(asked), salts, np.array(ends, dtype=np.int64), values, counts)
+    assert counts.tolist() == [
+        sum(held.get(key ^ salt) == value for key in asked[:end])
+        for (salt, value), end in zip(wanted, ends, strict=True)
+    ]

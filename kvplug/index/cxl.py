@@ -1,0 +1,201 @@
+"""Blocks between GPUs and CXL pools: what a state means for the copies that a rank has.
+
+In:  stored blocks with CXL metadata and transitions, by engine hash.   Out: holdings and states
+changed.
+
+    local_gpu    a copy on the rank's device
+    in_transit   the same: nobody else can read the block yet
+    cxl_pooled   a copy in a pool, which the rank and all ranks of the accessible workers can read
+    evicted      the copy that the last state stood for is gone; where it was is kept
+
+A transition moves: into a pool means off the device, however often it was stored there. A stored
+event adds, and takes nothing: a block that is in a pool stays there when it is stored on the
+device besides. Pool and workers that an event leaves out are the block's last ones on this rank.
+Copies in host memory and on disk have nothing to do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import IndexCorruptError
+from kvplug.events import CxlMetadata, CxlState, Tier
+from kvplug.index.applied import Applied, Refusal
+from kvplug.index.cxl_states import EVICTED, POOLED, STATES, CxlStates, placement_of, state_of
+from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.holdings import Holdings
+from kvplug.index.pools import Placement, Placements
+
+U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+
+class Named(NamedTuple):
+    """Blocks of one rank: engine hashes, sequence hashes, and their domain as holdings want it."""
+
+    rank_number: int
+    names: U64
+    hashes: U64
+    domain: Callable[[], tuple[U64, U64]]
+
+    def only(self, chosen: Mask) -> Named:
+        """Some of them."""
+        return self._replace(names=self.names[chosen], hashes=self.hashes[chosen])
+
+
+class CxlBlocks:
+    """store, move, forget, remove, erase_gone; metadata tells what is known of a block."""
+
+    def __init__(self, numbers: HolderNumbers, holdings: Holdings) -> None:
+        self._numbers, self._holdings = numbers, holdings
+        self.placements = Placements(numbers)
+        self.states = CxlStates(self.placements)
+
+    def metadata(self, rank_number: int, sequence_hash: int) -> CxlMetadata | None:
+        """The last state of a block, None if it never had one or that is forgotten."""
+        entry = self.states.find(rank_number, np.array([sequence_hash], dtype=np.uint64))
+        if not entry[0]:
+            return None
+        placement = self.placements.placement(int(placement_of(entry)[0]))
+        return CxlMetadata(STATES[state_of(entry)[0]], placement.pool_id, placement.workers)
+
+    def store(self, blocks: Named, tier: Tier, said: CxlMetadata, applied: Applied) -> None:
+        """These blocks were just stored in the tier: what the metadata of the event adds."""
+        is_pooled, num_noted = said.state is CxlState.CXL_POOLED, 0
+        # What is in a pool stays there.
+        concerned = blocks if is_pooled else blocks.only(~self._is_pooled(blocks))
+        for placement, chosen in self._placed(concerned, said, applied):
+            if is_pooled:
+                self._enter_pool(chosen, placement)
+            self._note(chosen, said.state, placement)
+            num_noted += len(chosen.hashes)
+        if is_pooled or said.state is CxlState.EVICTED:
+            holder = self._numbers.holder(blocks.rank_number, tier)
+            self._holdings.drop_named(holder, blocks.names, blocks.domain())
+            applied.num_stored -= len(blocks.hashes) - is_pooled * num_noted
+
+    def move(self, blocks: Named, said: CxlMetadata, applied: Applied) -> None:
+        """These blocks are in another state now."""
+        if said.state is CxlState.EVICTED:
+            is_here = self._is_here(blocks)
+            applied.refuse(Refusal.UNKNOWN_BLOCK, int((~is_here).sum()))
+            blocks = blocks.only(is_here)
+        for placement, chosen in self._placed(blocks, said, applied):
+            self._move_copies(chosen, said.state, placement)
+            self._note(chosen, said.state, placement)
+            applied.num_moved += len(chosen.hashes)
+
+    def forget(self, rank_number: int) -> None:
+        """The rank is cleared."""
+        self.states.forget(rank_number)
+
+    def remove(self, rank_number: int) -> None:
+        """The rank, which is cleared, goes."""
+        self.placements.free(self.placements.numbers_of(rank_number))
+
+    def erase_gone(self) -> None:
+        """Blocks may have left the index by themselves: what had a copy in a pool has none."""
+        for state, placement, hashes in self.states.items():
+            if state is CxlState.CXL_POOLED:
+                held = self._numbers.holders(placement.rank_number)
+                gone = hashes[~self._holdings.which_held(hashes, held)]
+                self.states.erase(placement.rank_number, gone)
+
+    def _move_copies(self, blocks: Named, state: CxlState, placement: int) -> None:
+        device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
+        match state:
+            case CxlState.CXL_POOLED:
+                self._enter_pool(blocks, placement)
+                self._drop(device, blocks)
+            case CxlState.LOCAL_GPU | CxlState.IN_TRANSIT:
+                self._hold(device, blocks)
+                self._leave_pools(blocks)
+            case CxlState.EVICTED:
+                states = state_of(self.states.find(blocks.rank_number, blocks.hashes))
+                self._leave_pools(blocks)
+                self._drop(device, blocks.only((states != POOLED) & (states != EVICTED)))
+
+    def _enter_pool(self, blocks: Named, placement: int) -> None:
+        self._hold(self.placements.holder(placement), blocks)
+        self._leave_pools(blocks, but=placement)
+
+    def _leave_pools(self, blocks: Named, *, but: int = -1) -> None:
+        entries = self.states.find(blocks.rank_number, blocks.hashes)
+        placements = np.where(state_of(entries) == POOLED, placement_of(entries), -1)
+        for placement in set(np.unique(placements).tolist()) - {-1, but}:
+            self._drop(self.placements.holder(placement), blocks.only(placements == placement))
+
+    def _hold(self, holder: int, blocks: Named) -> None:
+        """The holder has a copy of each block, if it had none."""
+        held = self._holdings.which_held(blocks.hashes, [holder])
+        self._holdings.copy(holder, blocks.hashes[~held])
+
+    def _drop(self, holder: int, blocks: Named) -> None:
+        """The holder has no copy any more, however many it had."""
+        num_had = len(blocks.names)
+        while num_had:
+            blocks = blocks.only(self._holdings.which_held(blocks.hashes, [holder]))
+            num_had = self._holdings.drop_named(holder, blocks.names, blocks.domain())
+
+    def _note(self, blocks: Named, state: CxlState, placement: int) -> None:
+        if state is CxlState.LOCAL_GPU and self.placements.placement(placement).is_unknown:
+            self.states.erase(blocks.rank_number, blocks.hashes)
+        else:
+            self.states.put(blocks.rank_number, blocks.hashes, state, placement)
+
+    def _is_pooled(self, blocks: Named) -> Mask:
+        return np.asarray(state_of(self.states.find(blocks.rank_number, blocks.hashes)) == POOLED)
+
+    def _is_here(self, blocks: Named) -> Mask:
+        """Whether the rank has something to evict, or has had it."""
+        device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
+        held = self._holdings.which_held(blocks.hashes, [device])
+        return np.asarray(held | (self.states.find(blocks.rank_number, blocks.hashes) != 0))
+
+    def _placed(
+        self, blocks: Named, said: CxlMetadata, applied: Applied
+    ) -> Iterator[tuple[int, Named]]:
+        """The blocks by where they are now; those of which that is not known are refused."""
+        before = placement_of(self.states.find(blocks.rank_number, blocks.hashes))
+        for number in np.unique(before).tolist():
+            chosen = blocks.only(before == number)
+            last = Placement(blocks.rank_number)
+            last = last if number < 0 else self.placements.placement(number)
+            placement = last.moved(said.pool_id, said.accessible_workers)
+            if said.state is CxlState.CXL_POOLED and placement.pool_id is None:
+                applied.refuse(Refusal.UNKNOWN_POOL, len(chosen.hashes))
+                continue
+            now = self._number_of(placement)
+            if now is None:
+                applied.refuse(Refusal.TOO_MANY_POOLS, len(chosen.hashes))
+            else:
+                yield now, chosen
+
+    def _number_of(self, placement: Placement) -> int | None:
+        number = self.placements.find(placement)
+        if number is None and self.placements.is_full(placement.rank_number):
+            self.placements.free(self.states.unused(placement.rank_number))
+        if number is None and not self.placements.is_full(placement.rank_number):
+            number = self.placements.add(placement)
+        return number
+
+    def check(self) -> None:
+        """A rank has a copy in a pool where its state says so, and no other."""
+        self.states.check()
+        num_pooled = dict.fromkeys(self.placements.holders, 0)
+        for state, placement, hashes in self.states.items():
+            if state is CxlState.CXL_POOLED:
+                number = self.placements.find(placement)
+                holder = -1 if number is None else self.placements.holder(number)
+                num_pooled[holder] = len(hashes)
+                if not self._holdings.which_held(hashes, [holder]).all():
+                    raise IndexCorruptError("cxl: a pooled block without a copy in its pool")
+        counted = self._holdings.copies.items()[1] >> np.uint64(32)
+        if np.isin(counted, list(num_pooled)).any():
+            raise IndexCorruptError("cxl: two copies of a block in one pool")
+        if any(self._holdings.num_held(h) != number for h, number in num_pooled.items()):
+            raise IndexCorruptError("cxl: a copy in a pool of a block that is not pooled")

@@ -1,0 +1,150 @@
+"""Labels of experts: they come with a stored block and go with the rank's last copy of it."""
+
+import numpy as np
+import pytest
+
+from kvplug import codec, packed
+from kvplug.errors import IndexCorruptError
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    CxlState,
+    CxlStateTransition,
+    EventBatch,
+    MoeLabel,
+    Rank,
+    Tier,
+)
+from kvplug.hashing import as_tokens
+from kvplug.index.applied import Applied
+from kvplug.index.block_index import BlockIndex
+from kvplug.records import read_payloads
+
+A, B = Rank("a"), Rank("b")
+TOKENS = tuple(range(16))  # four blocks of four
+EXPERT, OTHER = MoeLabel(3, 7), MoeLabel(3, 8)
+
+
+@pytest.fixture
+def index():
+    index = BlockIndex(4)
+    index.add_rank(A)
+    index.add_rank(B)
+    yield index
+    index.check()
+    for worker in ("a", "b"):
+        index.remove_worker(worker)
+    assert len(index.labels) == 0
+
+
+def stored(*names, start=0, parent=None, **more):
+    chunk = TOKENS[4 * start : 4 * (start + len(names))]
+    return BlockStored(block_hashes=names, token_ids=chunk, block_size=4, parent=parent, **more)
+
+
+def apply(index, rank, *events):
+    index.apply(rank, EventBatch(events=events))
+    index.check()
+
+
+def apply_record(index, rank, event):
+    records, applied = read_payloads([codec.encode(EventBatch(events=(event,)))]), Applied()
+    assert index.apply_records(rank, records, 0, 100, applied) == records.num_events
+    index.check()
+
+
+def hits(index, label=EXPERT):
+    return index.moe_hits(index.hasher.sequence_hashes(as_tokens(TOKENS)), label).tolist()
+
+
+def test_leading_blocks_of_each_rank_are_counted_by_label(index):
+    apply(index, A, stored(1, 2, moe=EXPERT), stored(3, start=2, parent=2, moe=OTHER))
+    apply(index, B, stored(1, 2), stored(3, start=2, parent=2, moe=EXPERT))
+    assert (hits(index), hits(index, OTHER)) == ([2, 1], [1, 0])
+    assert hits(index, MoeLabel(3, 7, 1)) == [0, 0]
+    first = int(index.hasher.sequence_hashes(as_tokens(TOKENS))[0])
+    assert (index.labels.label(0, first), index.labels.label(1, first)) == (EXPERT, None)
+
+
+def test_a_label_behind_a_hole_does_not_count(index):
+    apply(index, A, stored(1, 2, 3, moe=EXPERT), BlockRemoved(block_hashes=(2,)))
+    assert hits(index) == [1, 0]
+    assert len(index.labels) == 2
+
+
+@pytest.mark.parametrize("way", ["apply", "records", "packed"])
+def test_a_label_goes_with_the_last_copy_however_it_is_removed(index, way):
+    apply(
+        index,
+        A,
+        stored(1, 2, moe=EXPERT),
+        stored(1, 2),
+        stored(2, start=1, parent=1, tier=Tier.HOST),
+    )
+    remove = {
+        "apply": lambda: apply(index, A, BlockRemoved(block_hashes=(1, 2))),
+        "records": lambda: apply_record(index, A, BlockRemoved(block_hashes=(1, 2))),
+        "packed": lambda: index.apply_packed(A, packed.encode([packed.PackedRemoved([1, 2])])),
+    }[way]
+    remove()
+    assert hits(index) == [2, 0]
+    remove()
+    index.check()
+    assert len(index.labels) == 1  # the second block is in host memory still
+    apply(index, A, AllBlocksCleared(tier=Tier.HOST))
+    assert len(index.labels) == 0
+
+
+def test_a_plain_store_leaves_the_label(index):
+    apply(index, A, stored(1, moe=EXPERT), stored(1))
+    apply_record(index, A, stored(1))
+    assert hits(index) == [1, 0]
+    apply(index, A, stored(1, moe=OTHER))  # the last one holds
+    assert (hits(index), hits(index, OTHER)) == ([0, 0], [1, 0])
+
+
+def test_a_block_in_a_pool_keeps_its_label_until_it_is_evicted(index):
+    apply(index, A, stored(1, moe=EXPERT))
+    pooled = CxlStateTransition(block_hashes=(1,), new_state=CxlState.CXL_POOLED, pool_id=0)
+    apply(index, A, pooled)
+    assert hits(index) == [1, 0]
+    evicted = CxlStateTransition(block_hashes=(1,), new_state=CxlState.EVICTED)
+    apply(index, A, evicted)
+    assert len(index.labels) == 0
+
+
+def test_clears_and_departures_take_labels(index):
+    apply(index, A, stored(1, moe=EXPERT))
+    apply(index, B, stored(1, moe=EXPERT))
+    apply(index, A, AllBlocksCleared())
+    assert hits(index) == [0, 1]
+    index.remove_worker("b")
+    assert len(index.labels) == 0
+
+
+def test_labels_that_no_block_has_any_more_are_given_up(index):
+    for expert in range(5000):
+        index.apply(A, EventBatch(events=(stored(1, moe=MoeLabel(0, expert)),)))
+    index.check()
+    assert hits(index, MoeLabel(0, 4999)) == [1, 0]
+    assert index.labels.num_labels <= 1024
+
+
+def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
+    apply(index, A, stored(1, 2, moe=EXPERT))
+    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    index.holdings.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
+    index.domains.pop().table.erase(np.array([2], dtype=np.uint64))
+    index.labels.erase_gone(0)
+    assert (hits(index), len(index.labels)) == ([1, 0], 1)
+
+
+def test_check_sees_a_label_of_a_block_that_is_not_there(index):
+    apply(index, A, stored(1, moe=EXPERT))
+    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    values = index.labels.table.items()[1]
+    index.labels.table.put(hashes[3:4], values)
+    with pytest.raises(IndexCorruptError):
+        index.check()
+    index.labels.table.erase(hashes[3:4])
