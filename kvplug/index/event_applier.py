@@ -14,9 +14,8 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.domain import Domain
+from kvplug.index.domains import Domains
 from kvplug.index.expiring import ExpiringBlocks, mark_of
-from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import NAMELESS
 from kvplug.index.room import Room
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.bundle import Bundle
@@ -38,13 +37,14 @@ class EventApplier:
     def __init__(
         self,
         block_size: int,
-        numbers: HolderNumbers,
+        domains: Domains,
         room: Room,
         speculative: ExpiringBlocks,
         is_wanted: Flag,
     ) -> None:
         self._block_size = block_size
-        self._numbers, self._room, self._holdings = numbers, room, room.holdings
+        self._domains, self._numbers = domains, domains.numbers
+        self._room, self._holdings = room, room.holdings
         self._speculative, self._is_wanted = speculative, is_wanted
         self._changes = room.holdings.changes
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
@@ -106,12 +106,6 @@ class EventApplier:
         self._payload = bytearray(num_bytes + PADDING)
         self._payload_data: U8 = np.frombuffer(self._payload, dtype=np.uint8)
 
-    def members_of(self, domain: Domain) -> U64:
-        """The holders of a domain's ranks as bits; none at all if there is no other domain."""
-        if len(domain.ranks) == len(self._numbers):
-            return NAMELESS
-        return self._holdings.sets.mask_of(self._numbers.holders_of(domain.ranks))
-
     def _bundle_for(self, rank: Rank, domain: Domain) -> U64:
         if self._num_changes != self._changes.count:
             self._bundles.clear()
@@ -127,7 +121,12 @@ class EventApplier:
         names, expected = domain.table.slots, self._speculative.table.slots
         of_rank = np.concatenate([[mark_of(number)], holders.astype(np.uint64)])
         return Bundle(
-            *self._holdings.arrays, names, self.members_of(domain), expected, self._scratch, of_rank
+            *self._holdings.arrays,
+            names,
+            self._domains.members_of(domain),
+            expected,
+            self._scratch,
+            of_rank,
         )
 
     def _count(self, rank: Rank, domain: Domain, applied: Applied) -> bool:

@@ -75,7 +75,7 @@ class Snapshot:
         self._arrays["owner"] = index.numbers.owner
         self._arrays["cxl"], self._arrays["cxl_ring"] = index.cxl.states.arrays
         self._arrays["labels"] = index.labels.table.slots
-        domains = index.all_domains
+        domains = index.domains.all
         for number, domain in enumerate(domains):
             self._arrays[f"names{number}"] = domain.table.slots
         self._settings = _Settings(
@@ -83,7 +83,7 @@ class Snapshot:
             ranks=list(index.numbers.ranks),
             worth=index.worth.tolist(),
             domains=[sorted(domain.ranks) for domain in domains],
-            common=domains.index(index.common_domain),
+            common=domains.index(index.domains.common),
             places=[_place(each) for each in index.cxl.placements.state()],
             labels=[_Label(*each) for each in index.labels.state()],
         )
@@ -135,7 +135,7 @@ def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
     index.labels.load([(each.label, each.number) for each in settings.labels], arrays["labels"])
     index.holdings.load([arrays[name] for name in ARRAYS])
     names = [arrays[f"names{number}"] for number in range(len(settings.domains))]
-    index.load_domains(settings.domains, names, settings.common)
+    index.domains.load(settings.domains, names, settings.common)
     index.worth = np.array(settings.worth, dtype=np.float64)
 
 

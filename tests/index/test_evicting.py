@@ -54,7 +54,7 @@ def apply(index, rank, event, way):
 
 
 def as_packed(index, event):
-    parent = index._hash_of(RANKS[0], event.parent)
+    parent = index.domains.hash_of(RANKS[0], event.parent)
     tokens = as_tokens(event.token_ids)
     hashes = index.hasher.sequence_hashes(tokens, parent=parent)
     return packed.PackedStored(event.block_hashes, hashes, event.parent)
