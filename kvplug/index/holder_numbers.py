@@ -41,6 +41,7 @@ class HolderNumbers:
         self._holder_of_tier: dict[int, I64] = {}
         # Holder -> (number of the rank that put the copies there, workers that can read them).
         self._pools: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._pools_of: dict[int, list[int]] = {}
         self.readers: I64 = np.zeros(0, dtype=np.int64)
 
     def __contains__(self, rank: Rank) -> bool:
@@ -106,6 +107,7 @@ class HolderNumbers:
         """
         holder = self._free_holder()
         self._pools[holder] = rank_number, workers
+        self._pools_of.setdefault(rank_number, []).append(holder)
         self.readers = np.append(self.readers, self._readers_behind(len(self.readers), holder))
         self._changes.count += 1
         return holder
@@ -113,14 +115,15 @@ class HolderNumbers:
     def remove_pools(self, holders: list[int]) -> None:
         """The numbers of pools in which nobody has copies any more are free."""
         for holder in holders:
-            del self._pools[holder]
+            rank_number, _ = self._pools.pop(holder)
+            self._pools_of[rank_number].remove(holder)
             self.owner[holder] = _NOBODY
         self._list_readers()
         self._changes.count += 1
 
     def pools_of(self, rank_number: int) -> list[int]:
         """The holder numbers of the rank's copies in pools."""
-        return [holder for holder, (rank, _) in self._pools.items() if rank == rank_number]
+        return list(self._pools_of.get(rank_number, ()))
 
     def readers_of(self, holder: int) -> list[int]:
         """The ranks that can read a pool, the one that put the copies there first."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvplug import BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
 from kvplug.errors import ConfigError, NoWorkerError
+from kvplug.events import CxlState, CxlStateTransition
 from kvplug.hashing import as_tokens
 from kvplug.router.fleet_index import FleetIndex
 from tests.index.twin import engine_hash
@@ -241,3 +242,20 @@ def test_what_a_rank_is_worth_moves_with_it_to_another_index():
     hashes = section.index.hasher.sequence_hashes(as_tokens(range(8)))
     overlap = section.overlap(hashes, 0.0, 2)
     assert (overlap.depth.tolist(), overlap.credit.tolist()) == ([0, 1], [0.0, 0.25])
+
+
+def test_blocks_that_moved_to_a_worker_are_its_own():
+    router = make_router(block_size=4)
+    router.add_worker("prefill"), router.add_worker("decode")
+    names = stored(PROMPT[:16], 4).block_hashes
+    store(router, "prefill", PROMPT[:16], 4)
+    moved = CxlStateTransition(
+        block_hashes=names, new_state=CxlState.CXL_POOLED, pool_id=0, accessible_workers=("decode",)
+    )
+    router.apply(Rank("prefill"), EventBatch(events=(moved,)))
+    assert (cached(router, "prefill"), cached(router, "decode")) == (16, 16)
+    loaded = CxlStateTransition(block_hashes=names[:2], new_state=CxlState.LOCAL_GPU)
+    assert router.apply(Rank("decode"), EventBatch(events=(loaded,))).num_moved == 2
+    router.remove_worker("prefill")
+    assert cached(router, "decode") == 8
+    check(router)
