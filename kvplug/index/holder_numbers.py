@@ -81,6 +81,8 @@ class HolderNumbers:
         """
         self.ranks, self.owner, self._pools = ranks, owner, pools
         self._number_of = {rank: n for n, rank in enumerate(ranks) if rank is not None}
+        for holder, (rank_number, _) in pools.items():
+            self._pools_of.setdefault(rank_number, []).append(holder)
         self._list_readers()
         for holder, behind in enumerate(owner.tolist()):
             if behind >= 0:

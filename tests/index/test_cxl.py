@@ -248,7 +248,7 @@ def test_a_block_that_left_the_index_by_itself_is_in_no_pool(index):
     pool(index, 1, 2)
     second, (holder,) = hashes_of(index)[1:2], index.cxl.placements.holders
     index.holdings.drop(holder, second)
-    index.domains.pop().table.erase(np.array([2], dtype=np.uint64))
+    next(iter(index.domains)).table.erase(np.array([2], dtype=np.uint64))
     index.cxl.erase_gone()
     index.check()
     assert index.cxl_metadata(PREFILL, int(second[0])) is None

@@ -135,7 +135,7 @@ def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
     apply(index, A, stored(1, 2, moe=EXPERT))
     hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
     index.holdings.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
-    index.domains.pop().table.erase(np.array([2], dtype=np.uint64))
+    next(iter(index.domains)).table.erase(np.array([2], dtype=np.uint64))
     index.labels.erase_gone(0)
     assert (hits(index), len(index.labels)) == ([1, 0], 1)
 
