@@ -19,7 +19,7 @@ class Refusal(StrEnum):
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
-    BIGRAM_TOKENS = "bigram_tokens"  # requests are not hashed by pairs of tokens yet
+    BIGRAM_TOKENS = "bigram_tokens"  # by pairs of tokens, and the rank's others are not, or back
     UNKNOWN_POOL = "unknown_pool"  # in a CXL pool, but no event has said in which
     TOO_MANY_POOLS = "too_many_pools"  # of one rank at once, by pool and workers that can read it
 

@@ -76,12 +76,16 @@ class BlockIndex:
         self,
         block_size: int,
         *,
+        bigrams: bool = False,
         speculative_ttl_s: float = 2.0,
         is_wanted: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
-        """`is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early."""
-        self.hasher = BlockHasher(block_size)
+        """`bigrams`: of engines that key a block by its pairs of tokens (SGLang with EAGLE).
+
+        `is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early.
+        """
+        self.hasher = BlockHasher(block_size, bigrams=bigrams)
         self._changes = Changes()
         self.numbers = HolderNumbers(self._changes)
         self.holdings = Holdings(self._changes)
@@ -113,6 +117,11 @@ class BlockIndex:
     def block_size(self) -> int:
         """Tokens per block."""
         return self.hasher.block_size
+
+    @property
+    def bigrams(self) -> bool:
+        """Whether a block is a window of one token more."""
+        return self.hasher.window > self.hasher.block_size
 
     @property
     def worth(self) -> F64:
@@ -193,7 +202,7 @@ class BlockIndex:
         applied, domain = Applied(), self.domains.get(rank)
         if domain is None:
             applied.refuse(Refusal.UNKNOWN_RANK, packed.header(payload)[0])
-        elif len(self.labels):  # they go with the last copy, which the kernels do not look for
+        elif self.labels.are_any:  # they go with the last copy, which the kernels do not look for
             self._apply_packed_from(0, rank, payload, applied)
         elif not self._applier.apply_packed(rank, domain, payload, applied):
             # Behind an event that needs a decision the rest of a payload goes one by one.
@@ -222,7 +231,7 @@ class BlockIndex:
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
         at = first
-        if not len(self.labels):
+        if not self.labels.are_any and not self.bigrams:
             at = self._applier.apply_records(
                 rank, self.domains.of(rank), records, first, max_blocks, applied
             )

@@ -15,9 +15,13 @@ from kvplug.index.hash_table import HashTable
 U64 = npt.NDArray[np.uint64]
 
 
+_MIN_NAMES = 800
+
+
 class Domain:
     """The ranks and their common table, engine hash -> sequence hash."""
 
     def __init__(self, changes: Changes, slots: U64 | None = None) -> None:
         self.ranks: set[Rank] = set()
         self.table = HashTable(changes, slots)
+        self.table.reserve(0 if slots is not None else _MIN_NAMES)

@@ -16,12 +16,12 @@ from kvplug.kernels import table as kernels
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-_MIN_CAPACITY = 1024
-# Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.64, right after growing,
-# 2 and 4. kernels/table.py (has_room) has the same load.
+_MIN_CAPACITY = 64
+# Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.67, right after growing,
+# 2 and 5. kernels/table.py (has_room) has the same load.
 _MAX_LOAD = 0.8
 # Growing costs as much as storing; what small tables waste is small, large ones grow by less.
-_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.25
+_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.2
 
 
 class HashTable:

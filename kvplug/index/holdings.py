@@ -44,6 +44,7 @@ def credits_of(classes: list[float], worth: F64) -> F64:
     return np.concatenate([best, worth])
 
 
+_MIN_BLOCKS = 800
 ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
 """Names of Holdings.arrays."""
 
@@ -67,6 +68,7 @@ class Holdings:
     def __init__(self, changes: Changes | None = None) -> None:
         self.changes = changes or Changes()
         self.table = HashTable(self.changes)
+        self.table.reserve(_MIN_BLOCKS)
         self.copies = HashTable(self.changes)
         self.runs = RunTable(self.changes)
         self.sets = HolderSets(self.changes)

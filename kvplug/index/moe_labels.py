@@ -37,6 +37,7 @@ class MoeLabels:
         self._number_of: dict[MoeLabel, int] = {}
         self._next, self._max_labels = 1, _MIN_LABELS
         self.table = HashTable()
+        self.are_any = False  # may be True when the last one has just gone
 
     def __len__(self) -> int:
         return len(self.table)
@@ -59,12 +60,14 @@ class MoeLabels:
         """Be what other labels were."""
         self._number_of, self.table = dict(state), HashTable(slots=slots)
         self._next = 1 + max(self._number_of.values(), default=0)
+        self.are_any = len(self.table) > 0
 
     def put(self, rank_number: int, hashes: U64, label: MoeLabel) -> None:
         """The rank's copies of these blocks carry the label, those of them that it has."""
         held = hashes[self._is_held(rank_number, hashes)]
         value = self._value(self._number(label), rank_number)
         self.table.put(held ^ mark_of(rank_number), np.full(len(held), value))
+        self.are_any = len(self.table) > 0
 
     def label(self, rank_number: int, sequence_hash: int) -> MoeLabel | None:
         """The label of the rank's copy of a block, if it has one."""
@@ -74,7 +77,8 @@ class MoeLabels:
 
     def erase_gone(self, rank_number: int, hashes: U64 | None = None) -> None:
         """The rank may have lost its last copy of some of these blocks, or of any."""
-        if not len(self.table):
+        self.are_any = len(self.table) > 0
+        if not self.are_any:
             return
         hashes = self._hashes_of(rank_number) if hashes is None else hashes
         gone = hashes[~self._is_held(rank_number, hashes)]
@@ -82,7 +86,8 @@ class MoeLabels:
 
     def forget(self, rank_number: int, but: list[int] | None = None) -> None:
         """The rank loses its copies, all `but` those of these holders."""
-        if not len(self.table):
+        self.are_any = len(self.table) > 0
+        if not self.are_any:
             return
         hashes = self._hashes_of(rank_number)
         gone = hashes[~self._holdings.which_held(hashes, but or [])]

@@ -59,7 +59,7 @@ class SingleEvents:
     def apply(self, rank: Rank, event: Event, applied: Applied) -> None:
         """Remember one event."""
         match event:
-            case BlockStored(bigrams=False):
+            case BlockStored():
                 self._store(rank, event, applied)
             case BlockCopied():
                 self._copy(rank, event, applied)
@@ -67,8 +67,6 @@ class SingleEvents:
                 self._remove(rank, event, applied)
             case AllBlocksCleared():
                 applied.clear(self._clear(rank, event.tier), everything=event.tier is None)
-            case BlockStored():
-                applied.refuse(Refusal.BIGRAM_TOKENS, len(event.block_hashes))
             case CxlStateTransition():
                 self._move(rank, event, applied)
 
@@ -97,6 +95,8 @@ class SingleEvents:
         num_blocks = len(event.block_hashes)
         if event.block_size != self._hasher.block_size:
             return applied.refuse(Refusal.BLOCK_SIZE, num_blocks)
+        if event.block_size + event.bigrams != self._hasher.window:
+            return applied.refuse(Refusal.BIGRAM_TOKENS, num_blocks)
         parent = self._domains.hash_of(rank, event.parent)
         if event.parent is not None and parent is None:
             return applied.refuse(self._why_unknown(event.parent), num_blocks)

@@ -223,7 +223,7 @@ class Router:
 
     def _offer(self, section: Section, prompt: Prompt, now_s: float) -> _Offer:
         weight = self.config.overlap_score_weight
-        if section.fleet_numbers is None:
+        if section.fleet_numbers is None and not section.index.bigrams:
             return _Offer(
                 section, *price(prompt.tokens, prompt.seed, section.index, self.load, now_s, weight)
             )

@@ -4,8 +4,9 @@ In:  workers, with their model and block size as far as they are known; their ev
 Out: the indexes that a request has to ask, with what each rank of theirs holds.
 
 Engines of one fleet may differ. Blocks of two sizes have no hashes in common, so each size has an
-index of its own; and so has each model, as its prefixes are of no use to another one. Ranks have
-numbers that hold in the whole fleet; an index has its own, and `Section` translates.
+index of its own; and so has each model, as its prefixes are of no use to another one, and the kind
+of engine that keys blocks by pairs of tokens. Ranks have numbers that hold in the whole fleet; an
+index has its own, and `Section` translates.
 
 Where a worker belongs may become known after its first events. Two rules follow from that:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +43,16 @@ NOMINAL_BLOCK_SIZE = 16
 """Counts the load of workers whose block size is not known yet."""
 
 
+class Blocks(NamedTuple):
+    """Tokens per block, and whether an engine keys blocks by pairs of tokens (SGLang, EAGLE)."""
+
+    size: int
+    bigrams: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Section:
-    """The index of one model and block size.
+    """The index of one model, block size and kind of block (plain, or by pairs of tokens).
 
     model: "" while no worker in it has named one. fleet_numbers[n] is the fleet's number of the
     index's rank n, -1 if there is none; None where the two are the same.
@@ -53,6 +62,11 @@ class Section:
     block_size: int
     index: BlockIndex
     fleet_numbers: I64 | None = None
+
+    @property
+    def blocks(self) -> Blocks:
+        """What its blocks are."""
+        return Blocks(self.block_size, self.index.bigrams)
 
     @property
     def numbers(self) -> I64:
@@ -112,7 +126,7 @@ class FleetIndex:
         self._members: dict[str, _Member] = {}
         self._worth: dict[Rank, float] = {}
         self._section_of_number: list[int] = []
-        self._open("", block_size or NOMINAL_BLOCK_SIZE)
+        self._open("", Blocks(block_size or NOMINAL_BLOCK_SIZE))
 
     @property
     def only(self) -> Section | None:
@@ -125,7 +139,8 @@ class FleetIndex:
             raise ConfigError(f"worker {worker!r}: dp_size must be at least 1, got {dp_size}")
         member = self._members.get(worker)
         if member is None:
-            section = self._section_for(model, block_size or self.block_size)
+            size = block_size or self.block_size
+            section = self._section_for(model, None if size is None else Blocks(size))
             member = self._members[worker] = _Member(model, block_size, section)
         if block_size not in (None, member.section.block_size):
             self._clear_all(member)  # what it holds is of another size
@@ -151,7 +166,7 @@ class FleetIndex:
         if member is None:
             return self.sections[0].index.apply(rank, batch)  # which refuses it
         if not member.holding:
-            self._place(member, _first_block_size(batch))
+            self._place(member, _first_blocks(batch))
         applied = member.section.index.apply(rank, batch)
         if applied.num_stored or applied.num_moved:
             member.holding.add(rank)
@@ -166,7 +181,8 @@ class FleetIndex:
             index = self.sections[0].index
             return index.apply_records(rank, records, first, max_blocks, applied)
         if first == 0 and not member.holding:
-            self._place(member, records.block_size)
+            size = records.block_size
+            self._place(member, None if size is None else Blocks(size))
         index = member.section.index
         at = index.apply_records(rank, records, first, max_blocks, applied)
         if applied.num_stored:
@@ -226,15 +242,16 @@ class FleetIndex:
             member.section.index.clear(rank)
         member.holding.clear()
 
-    def _place(self, member: _Member, stored_size: int | None) -> None:
+    def _place(self, member: _Member, stored: Blocks | None) -> None:
         """Move a worker that holds nothing to where it belongs by what is known now."""
         if member.holding:
             member.section.model = member.section.model or member.model
             return
-        told = member.block_size or self.block_size
-        wanted = told or stored_size or member.section.block_size
-        if told is None and wanted != member.section.block_size and self._is_guess(member.section):
-            self._resize(member.section, wanted)
+        told, seen = member.block_size or self.block_size, stored or member.section.blocks
+        wanted = Blocks(told or seen.size, seen.bigrams)
+        exists = any(section.blocks == wanted for section in self.sections)
+        if told is None and not exists and self._is_guess(member.section):
+            self._remake(member.section, wanted)
         section = self._section_for(member.model, wanted)
         if section is not member.section:
             self._move(member, section)
@@ -245,10 +262,10 @@ class FleetIndex:
         members = self._members_of(section)
         return not any(member.holding or member.block_size for member in members)
 
-    def _resize(self, section: Section, block_size: int) -> None:
+    def _remake(self, section: Section, blocks: Blocks) -> None:
         # The first to store anything takes along those that have said nothing yet, its equals in
         # all likelihood: a fleet of one kind never has two indexes.
-        section.block_size, section.index = block_size, self._index(block_size)
+        section.block_size, section.index = blocks.size, self._index(blocks)
         for rank in self.numbers.ranks:
             if rank is not None and self._members[rank.worker].section is section:
                 self._join(rank, section)
@@ -260,29 +277,29 @@ class FleetIndex:
             self._join(rank, section)
         member.section = section
 
-    def _section_for(self, model: str, block_size: int | None) -> Section:
+    def _section_for(self, model: str, blocks: Blocks | None) -> Section:
         """The model's section, else one that no model has named; opened if there is none."""
         fitting = [
             section
             for section in self.sections
-            if block_size in (None, section.block_size)
-            and (not model or section.model in ("", model))
+            if blocks in (None, section.blocks) and (not model or section.model in ("", model))
         ]
         named = [section for section in fitting if section.model == model]
         if not fitting:
-            return self._open(model, block_size or NOMINAL_BLOCK_SIZE)
+            return self._open(model, blocks or Blocks(NOMINAL_BLOCK_SIZE))
         section = (named or fitting)[0]
         section.model = section.model or model
         return section
 
-    def _open(self, model: str, block_size: int) -> Section:
-        section = Section(model, block_size, self._index(block_size))
+    def _open(self, model: str, blocks: Blocks) -> Section:
+        section = Section(model, blocks.size, self._index(blocks))
         self.sections = (*self.sections, section)
         return section
 
-    def _index(self, block_size: int) -> BlockIndex:
+    def _index(self, blocks: Blocks) -> BlockIndex:
         return BlockIndex(
-            block_size,
+            blocks.size,
+            bigrams=blocks.bigrams,
             speculative_ttl_s=self._speculative_ttl_s,
             is_wanted=self._is_wanted,
             bounds=self._bounds,
@@ -311,8 +328,8 @@ class FleetIndex:
         section.fleet_numbers = None if is_same else np.array(numbers, dtype=np.int64)
 
 
-def _first_block_size(batch: EventBatch) -> int | None:
+def _first_blocks(batch: EventBatch) -> Blocks | None:
     for event in batch.events:
         if isinstance(event, BlockStored):
-            return event.block_size
+            return Blocks(event.block_size, event.bigrams)
     return None

@@ -148,15 +148,18 @@ def test_removals_in_other_groups_of_a_hybrid_model_are_left_alone(router, follo
 
 
 @pytest.mark.parametrize(
-    ("event", "reason"),
+    ("event", "reason", "num_before"),
     [
-        (BlockCopied(block_hashes=(1000,), tier=Tier.HOST), "no_tokens"),
-        (stored(1, bigrams=True), "bigram_tokens"),
+        (BlockCopied(block_hashes=(1000,), tier=Tier.HOST), "no_tokens", 0),
+        (stored(1, bigrams=True), "bigram_tokens", 1),
     ],
 )
-def test_what_the_index_cannot_take_makes_the_rank_incomplete(router, follower, event, reason):
-    follower.receive(message(0, event))
-    assert len(router.index) == 0
+def test_what_the_index_cannot_take_makes_the_rank_incomplete(
+    router, follower, event, reason, num_before
+):
+    before = [stored(50)] if num_before else []
+    follower.receive(message(0, *before, event))
+    assert len(router.index) == num_before
     assert follower.skipped == {reason: 1}
     assert follower.trust.reason == f"events could not be used: {reason}"
 

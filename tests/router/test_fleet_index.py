@@ -259,3 +259,36 @@ def test_blocks_that_moved_to_a_worker_are_its_own():
     router.remove_worker("prefill")
     assert cached(router, "decode") == 8
     check(router)
+
+
+def by_pairs(tokens, block_size):
+    """What SGLang with EAGLE stores of a prompt: a block depends on the token after it."""
+    num_blocks = (len(tokens) - 1) // block_size
+    ends = [(number + 1) * block_size + 1 for number in range(num_blocks)]
+    return BlockStored(
+        block_hashes=tuple(engine_hash("eagle", tuple(tokens[:end])) for end in ends),
+        token_ids=tuple(tokens[: num_blocks * block_size + 1]),
+        block_size=block_size,
+        bigrams=True,
+    )
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_engines_that_key_blocks_by_pairs_are_matched_by_pairs(block_size):
+    router = make_router(block_size=block_size)
+    for worker in ("eagle", "plain"):
+        router.add_worker(worker)
+    router.apply(Rank("eagle"), EventBatch(events=(by_pairs(PROMPT, 16),)))
+    store(router, "plain", PROMPT, 16)
+    assert (cached(router, "eagle"), cached(router, "plain")) == (48, 64)
+    # Where prompts part at the start of a block, the block before is another one for EAGLE.
+    other = PROMPT[:32] + [999] * 32
+    assert (cached(router, "eagle", other), cached(router, "plain", other)) == (16, 32)
+    applied = store(router, "eagle", PROMPT, 16)
+    assert list(applied.refused) == ["bigram_tokens"]
+    assert len(router.fleet_index.sections) == 2
+    check(router)
+    router.clear(Rank("eagle"))
+    store(router, "eagle", PROMPT, 16)
+    assert cached(router, "eagle") == 64
+    assert len(router.fleet_index.sections) == 1
