@@ -17,11 +17,11 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 _MIN_CAPACITY = 64
-# Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.67, right after growing,
-# 2 and 5. kernels/table.py (has_room) has the same load.
+# Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.7, right after growing,
+# 2 and 6. kernels/table.py (has_room) has the same load.
 _MAX_LOAD = 0.8
 # Growing costs as much as storing; what small tables waste is small, large ones grow by less.
-_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.2
+_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.15
 
 
 class HashTable:
@@ -115,7 +115,7 @@ class HashTable:
         needed = len(self) + num_more + 1
         if needed <= self.capacity * _MAX_LOAD:
             return self.capacity
-        growth = _FAST_GROWTH if self.capacity < _SMALL else _GROWTH
+        growth = _FAST_GROWTH if 2 * self.capacity <= _SMALL else _GROWTH
         return max(int(self.capacity * growth), int(needed / _MAX_LOAD) + 2)
 
 
