@@ -12,6 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from kvplug.hashing import Hashes, TokensLike, as_tokens, seed_of
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.overlap import Overlap
+from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
 from kvplug.router.cost import cost_per_rank, price
@@ -174,6 +176,18 @@ class Router:
                 turn.give_way()
             self.fleet_index.end_clear(rank)
             return clearing.num_dropped
+
+    def save_index(self, path: Path) -> None:
+        """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
+        events wait.
+
+        SnapshotError if that cannot be, and a former file stays; ConfigError for a fleet with
+        several indexes.
+        """
+        with self._lock.patiently as turn:
+            snapshot = Snapshot(self.index)
+            with turn.standing_aside():
+                snapshot.write(path)
 
     def route(
         self,

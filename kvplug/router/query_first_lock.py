@@ -13,6 +13,8 @@ without the GIL looks at it and comes back early.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import numpy as np
@@ -59,6 +61,15 @@ class _Patiently:
         """Let the queries that wait go now."""
         if self._lock.is_wanted[0]:
             self._lock.__exit__(None, None, None)
+            self._lock.__enter__()
+
+    @contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """Queries go meanwhile, other ingestion does not."""
+        self._lock.__exit__(None, None, None)
+        try:
+            yield
+        finally:
             self._lock.__enter__()
 
     def __exit__(
