@@ -68,14 +68,14 @@ class FollowerTarget:
             payload = msgspec.msgpack.encode(corpus.generated(rng))
             self.router.apply(_BYSTANDER, codec.decode(payload))
         self._bystander = self._blocks_of(_BYSTANDER)
-        self._size = len(self.router.index)
+        self._size = self._num_blocks()
         self.num_accepted = 0
 
     def feed(self, frames):
         """One message; says whether the index changed."""
         self.router.take_accepted()
         self.read(frames)
-        before, self._size = self._size, len(self.router.index)
+        before, self._size = self._size, self._num_blocks()
         accepted = self.router.take_accepted()
         assert accepted or self._size == before, f"refused, but {before} blocks became {self._size}"
         self.num_accepted += accepted
@@ -91,7 +91,8 @@ class FollowerTarget:
         assert accepted or self.content() == before, "refused, but blocks changed"
 
     def check(self):
-        self.router.index.check()
+        for section in self.router.fleet_index.sections:
+            section.index.check()
         assert self._blocks_of(_BYSTANDER) == self._bystander, "another worker's blocks changed"
 
     def content(self):
@@ -99,7 +100,10 @@ class FollowerTarget:
         return {(rank, tier): self._blocks_of(rank, tier) for rank in _RANKS for tier in Tier}
 
     def _blocks_of(self, rank, tier=None):
-        return sorted(self.router.index.engine_hashes_of(rank, tier).tolist())
+        return sorted(self.router.index_of(rank).engine_hashes_of(rank, tier).tolist())
+
+    def _num_blocks(self):
+        return sum(len(section.index) for section in self.router.fleet_index.sections)
 
 
 class DispatchTarget(FollowerTarget):

@@ -58,7 +58,9 @@ class Careless(FollowerTarget):
         num_undecodable = self.follower.skipped["undecodable"]
         super().read(frames)
         if self.follower.skipped["undecodable"] > num_undecodable:
-            self.router.index.apply(self.follower.rank, EventBatch(events=(AllBlocksCleared(),)))
+            self.router.index_of(self.follower.rank).apply(
+                self.follower.rank, EventBatch(events=(AllBlocksCleared(),))
+            )
 
 
 class Crashing(FollowerTarget):
