@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -68,41 +69,34 @@ def encode(events: Iterable[PackedEvent]) -> bytes:
     return msgspec.msgpack.encode([VERSION, *map(_as_array, events)])
 
 
-def header(payload: bytes) -> tuple[int, int]:
-    """(number of events, position of the first); DecodeError for what is no payload of ours."""
-    first = payload[:1]
-    if b"\x91" <= first <= b"\x9f":
-        num_items, at = first[0] & 0x0F, 1
-    elif first == b"\xdc":
-        num_items, at = int.from_bytes(payload[1:3], "big"), 3
-    elif first == b"\xdd":
-        num_items, at = int.from_bytes(payload[1:5], "big"), 5
-    else:
-        raise DecodeError("cannot read packed events: expected a msgpack array, got other bytes")
-    if payload[at : at + 1] != bytes([VERSION]):
-        _refuse_version(payload)
-    return num_items - 1, at + 1
+def num_events(payload: bytes) -> int:
+    """How many events a payload has; DecodeError for what is no payload of ours."""
+    return len(_items_of(payload)) - 1
 
 
 def decode(payload: bytes) -> list[PackedEvent]:
     """The events of a payload; DecodeError if it is none."""
-    header(payload)
     try:
-        return [_from_array(event) for event in msgspec.msgpack.decode(payload)[1:]]
-    except (msgspec.DecodeError, TypeError, ValueError, OverflowError) as error:
+        return [_from_array(event) for event in _items_of(payload)[1:]]
+    except (TypeError, ValueError, OverflowError) as error:
         raise DecodeError(f"cannot read packed events: {error}") from error
 
 
-def _refuse_version(payload: bytes) -> None:
+def _items_of(payload: bytes) -> list[Any]:
     try:
         items = msgspec.msgpack.decode(payload)
     except msgspec.DecodeError as error:
         raise DecodeError(f"cannot read packed events: {error}") from error
-    version = items[0] if items else None
-    raise DecodeError(f"cannot read packed events: expected version {VERSION}, got {version!r}")
+    if not isinstance(items, list) or not items:
+        raise DecodeError(f"cannot read packed events: expected an array, got {items!r:.40}")
+    if items[0] != VERSION:
+        raise DecodeError(
+            f"cannot read packed events: expected version {VERSION}, got {items[0]!r:.40}"
+        )
+    return items
 
 
-def _from_array(items: list[object]) -> PackedEvent:
+def _from_array(items: object) -> PackedEvent:
     match items:
         case [0, int(tier), (int() | None) as parent, int(seed), bytes(names), bytes(hashes)]:
             pair = _as_numbers(names), _as_numbers(hashes)

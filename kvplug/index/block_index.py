@@ -201,7 +201,7 @@ class BlockIndex:
         """
         applied, domain = Applied(), self.domains.get(rank)
         if domain is None:
-            applied.refuse(Refusal.UNKNOWN_RANK, packed.header(payload)[0])
+            applied.refuse(Refusal.UNKNOWN_RANK, packed.num_events(payload))
         elif self.labels.are_any:  # they go with the last copy, which the kernels do not look for
             self._apply_packed_from(0, rank, payload, applied)
         elif not self._applier.apply_packed(rank, domain, payload, applied):

@@ -281,10 +281,23 @@ def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> _Packed:
 
 
 @inlined
+def _read_cleared(data: Bytes, at: Index) -> _Packed:
+    is_cleared = data[at] == wire.CLEARED and (data[at + 1] <= 2 or data[at + 1] == 0xC0)
+    if not is_cleared:
+        return _unread()
+    none = np.int64(0)
+    return _Packed(np.int64(wire.CLEARED), none, False, _0, _0, none, none, none, at + 2)
+
+
+@inlined
 def _read_packed(data: Bytes, at: Index, end: Index) -> _Packed:
-    """The event at a position, as far as stored and removed blocks go."""
+    """The event at a position."""
     num_items, at = msgpack.array_header(data, at)
-    if num_items < 3 or at + 2 > end or data[at + 1] > 2:
+    if num_items < 2 or at + 2 > end:
+        return _unread()
+    if num_items == 2:
+        return _read_cleared(data, at)
+    if data[at + 1] > 2:
         return _unread()
     kind, tier = np.int64(data[at]), np.int64(data[at + 1])
     if kind == wire.STORED and num_items == 6:
@@ -294,6 +307,19 @@ def _read_packed(data: Bytes, at: Index, end: Index) -> _Packed:
         if num_names >= 0:
             return _Packed(kind, tier, False, _0, _0, names, names, num_names, at)
     return _unread()
+
+
+@inlined
+def _is_whole(num_items: Index, at: Index, data: Bytes, end: Index) -> bool:
+    """Whether all events can be read here, and end where the payload ends: what is damaged further
+    on is found before anything is done.
+    """
+    for _ in range(num_items - 1):
+        event = _read_packed(data, at, end)
+        if event.kind < 0:
+            return False
+        at = event.end
+    return bool(at == end)
 
 
 @inlined
@@ -333,12 +359,15 @@ def _apply_payload(
     if num_items < 1 or data[start] != VERSION:
         _stop(NEEDS_DECISION, 0, out_counts)
         return 0
+    if at == 0 and not _is_whole(num_items, start + 1, data, end):
+        _stop(NEEDS_DECISION, 0, out_counts)
+        return 0
     at = max(at, start + 1)
     for number in range(first, num_items - 1):
         out_counts[POSITION] = at
         event = _read_packed(data, at, end)
         holder = _holder_of(bundle, event.tier)
-        if event.kind < 0 or holder < 0:
+        if event.kind == wire.CLEARED or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
             return number
         if not _fits(index, holder, event.num_blocks, scratch):
