@@ -32,7 +32,7 @@ from kvplug.events import (
     SequenceHash,
     Tier,
 )
-from kvplug.hashing import BlockHasher, Hashes, HashesLike, as_hashes
+from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.asking import Asking, credits_of
 from kvplug.index.besides import Besides
@@ -283,12 +283,16 @@ class BlockIndex:
         """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""
         return self.asking.overlap(as_hashes(sequence_hashes), now_s)
 
-    def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float = 0.0) -> list[Overlap]:
+    def overlap_many(
+        self, sequence_hashes: HashesLike, ends: Ends, now_s: float = 0.0
+    ) -> list[Overlap]:
         """What each rank holds of many requests.
 
-        Their hashes one after the other; request i has those up to ends[i].
+        Their hashes one after the other; request i has those before hashes[ends[i]]. Raises
+        HashingError for other hashes, and for ends that do not rise to their number.
         """
-        return self.asking.overlap_many(sequence_hashes, ends, now_s)
+        hashes = as_hashes(sequence_hashes)
+        return self.asking.overlap_many(hashes, checked_ends(ends, len(hashes), "hashes"), now_s)
 
     @property
     def asking(self) -> Asking:

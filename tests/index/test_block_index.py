@@ -1,8 +1,9 @@
 """The rules of the index, one by one; the state machine beside this file mixes them."""
 
+import numpy as np
 import pytest
 
-from kvplug.errors import IndexCorruptError
+from kvplug.errors import HashingError, IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
     BlockCopied,
@@ -187,3 +188,25 @@ def test_a_copy_named_by_engine_hash_alone_is_followed_where_its_content_is_know
     index.apply(rank, EventBatch(events=(BlockRemoved(block_hashes=(1, 2)),)))
     assert sorted(index.engine_hashes_of(rank, Tier.HOST).tolist()) == [1, 2]
     index.check()
+
+
+@pytest.mark.parametrize("ends", [[2], [3, 1], [1, 4], [-1, 3], [], [1.0, 3.0], [[1, 3]]])
+def test_many_requests_end_where_there_are_hashes(index, ends):
+    with pytest.raises(HashingError, match="ends of sequences"):
+        index.overlap_many([1, 2, 3], np.array(ends))
+
+
+@pytest.mark.parametrize("hashes", [b"12345678", "text", [-1], [2**64], [1.5], np.ones((2, 2))])
+def test_hashes_of_a_request_are_integers(index, hashes):
+    expected = r"cannot use block hashes: expected integers in \[0, 2\*\*64\)"
+    with pytest.raises(HashingError, match=expected):
+        index.overlap(hashes)
+    with pytest.raises(HashingError, match=expected):
+        index.overlap_many(hashes, np.array([1]))
+
+
+def test_many_requests_may_come_as_a_list(index):
+    apply(index, A, stored(1, 2))
+    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS)).tolist()
+    first, second = index.overlap_many([*hashes, hashes[0]], np.array([4, 5]))
+    assert (first.depth.tolist(), second.depth.tolist()) == ([2, 0], [1, 0])
