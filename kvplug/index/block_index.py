@@ -142,7 +142,7 @@ class BlockIndex:
         more = 0
         if growing is not None:
             more = growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        return self._besides.nbytes + self.domains.nbytes + more
+        return self._besides.nbytes + self.domains.nbytes + self._applier.nbytes + more
 
     def _all_named(self) -> list[tuple[U64, U64]]:
         return [self.domains.named(domain) for domain in self.domains.in_use]

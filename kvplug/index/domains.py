@@ -51,7 +51,7 @@ class Domains:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of their tables."""
-        return sum(domain.table.nbytes for domain in self.in_use)
+        return sum(domain.table.nbytes for domain in self.all)
 
     def ranks_of(self, worker: str) -> list[Rank]:
         """The ranks of a worker."""

@@ -56,6 +56,11 @@ class EventApplier:
         self.num_applied = 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory of what events are copied to on their way."""
+        return int(self._scratch.nbytes) + len(self._payload)
+
+    @property
     def needs_decision(self) -> bool:
         """Whether the event at which the last call ended is one for BlockIndex."""
         return bool(self._counts[kernels.WHY] == kernels.NEEDS_DECISION)

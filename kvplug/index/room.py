@@ -49,11 +49,16 @@ class Room:
         return self.lost_names.nbytes
 
     def is_over_bytes(self, domain: Domain, holder: int, num_blocks: int) -> bool:
-        """Whether arrays would grow beyond the bound for an event of so many blocks."""
+        """Whether arrays would have to grow beyond the bound for an event of so many blocks.
+
+        What is there already is no reason to evict: arrays do not shrink.
+        """
         if self.bounds.max_bytes is None:
             return False
-        nbytes = self.holdings.grown_nbytes(holder, num_blocks) + self.nbytes
-        return nbytes + self._others_nbytes(domain, num_blocks) > self.bounds.max_bytes
+        now = self.holdings.nbytes + self._others_nbytes(None, 0)
+        grown = self.holdings.grown_nbytes(holder, num_blocks)
+        grown += self._others_nbytes(domain, num_blocks)
+        return grown > now and grown + self.nbytes > self.bounds.max_bytes
 
     def eviction(self, num_blocks: int) -> Eviction:
         """What makes room for so many blocks, and for many more; it may find nothing to evict."""

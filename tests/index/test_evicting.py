@@ -153,6 +153,28 @@ def test_memory_stays_below_its_bound():
     index.check()
 
 
+def test_what_is_no_block_of_an_engine_takes_no_block_away():
+    index = bounded(max_bytes=400_000)
+    apply(index, RANKS[0], stored((1,) * 100, 100), "typed")
+    expected = np.arange(1, 20_001, dtype=np.uint64)
+    index.speculative.insert(0, expected, 0.0)
+    assert index.nbytes > 400_000
+    apply(index, RANKS[0], stored((2,) * 100, 100), "recorded")
+    assert depth(index, RANKS[0], (1,) * 100) == depth(index, RANKS[0], (2,) * 100) == 100
+    assert index.room.lost.num_blocks == 0
+
+
+def test_all_memory_is_counted():
+    index = BlockIndex(1)
+    empty = index.nbytes
+    arrays = [*index.holdings.arrays, index.domains.common.table.slots]
+    assert empty > sum(array.nbytes for array in arrays)
+    index.apply_packed(RANKS[0], packed.encode([]))
+    index.add_rank(RANKS[0])
+    index.apply_packed(RANKS[0], packed.encode([packed.PackedRemoved(range(100_000))]))
+    assert index.nbytes >= empty + 2 * 800_000  # the payload, and the room for its blocks
+
+
 def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
     names, lost = LostNames(), np.arange(1, 5001, dtype=np.uint64)
     from kvplug.kernels import evicting, table
