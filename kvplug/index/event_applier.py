@@ -141,15 +141,20 @@ class EventApplier:
         applied.num_removed += num_removed
         if num_unknown:
             applied.refuse(Refusal.UNKNOWN_BLOCK, num_unknown)
-        return why == kernels.NEEDS_ROOM and self._make_room(rank, domain, num_wanted)
+        return why in (kernels.NEEDS_ROOM, kernels.NEEDS_RUNS) and self._make_room(
+            rank, domain, num_wanted, comes=why == kernels.NEEDS_ROOM
+        )
 
-    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int) -> bool:
-        """False if the bounds forbid it."""
+    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int, comes: bool) -> bool:
+        """False if the bounds forbid that so many blocks come; they may always go."""
         holder = int(self._numbers.holder_of_tier(self._numbers.number_of(rank)).max())
-        if self._room.is_over_bytes(domain, holder, num_blocks):
+        if not comes:
+            self._holdings.reserve_runs(holder, num_blocks)
+        elif self._room.is_over_bytes(domain, holder, num_blocks):
             return False
-        domain.table.reserve(num_blocks)
-        self._holdings.reserve(holder, num_blocks)
+        else:
+            domain.table.reserve(num_blocks)
+            self._holdings.reserve(holder, num_blocks)
         if 3 * num_blocks > len(self._scratch):
             self._scratch = np.empty(6 * num_blocks, dtype=np.uint64)
         self._changes.count += 1

@@ -72,10 +72,6 @@ class HashTable:
         """Remove the keys that are there; returns how many."""
         return int(kernels.erase_many(self.slots, keys))
 
-    def extend_runs(self, keys: U64, salts: U64, ends: I64) -> None:
-        """Move ends[j] forward while keys[ends[j]] ^ salts[j] is in the table."""
-        kernels.extend_runs(self.slots, keys, salts, ends)
-
     def count_equal(self, keys: U64, salts: U64, ends: I64, values: U64, counts: I64) -> None:
         """counts[j]: how many of keys[:ends[j]] ^ salts[j] have values[j]."""
         kernels.count_equal(self.slots, keys, salts, ends, values, counts)

@@ -24,7 +24,7 @@ from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
-from kvplug.kernels import checking, matching, runs, storing
+from kvplug.kernels import checking, runs, storing
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -33,15 +33,6 @@ Mask = npt.NDArray[np.bool_]
 
 NAMELESS: U64 = np.zeros(0, dtype=np.uint64)
 """No table of names, or every holder in the domain."""
-
-
-def credits_of(classes: list[float], worth: F64) -> F64:
-    """Readers.credits: a block counts by its best class; `worth` is by rank."""
-    best = [
-        max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
-        for has in range(matching.NUM_MASKS)
-    ]
-    return np.concatenate([best, worth])
 
 
 _MIN_BLOCKS = 800
@@ -113,13 +104,19 @@ class Holdings:
         return tables + arrays + int(self._slots.nbytes)
 
     def reserve(self, holder: int, num_blocks: int) -> None:
-        """Make room for an event of the holder."""
+        """Make room for so many blocks that come to the holder."""
         self.table.reserve(num_blocks)
         self.copies.reserve(num_blocks)
         self.runs.reserve(num_blocks)
         self.sets.reserve(holder, num_blocks)
         if num_blocks > len(self._slots):
             self._slots = np.empty(2 * num_blocks, dtype=np.uint64)
+
+    def reserve_runs(self, holder: int, num_blocks: int) -> None:
+        """Make room for so many blocks that leave the holder, for runs of their own maybe."""
+        num_moved = min(num_blocks, len(self.table))
+        self.runs.reserve(num_moved)
+        self.sets.reserve(holder, num_moved)
 
     def store(
         self, holder: int, stretch: Stretch, domain: tuple[U64, U64] = (NAMELESS, NAMELESS)
@@ -144,14 +141,13 @@ class Holdings:
 
     def drop(self, holder: int, sequence_hashes: U64) -> int:
         """The holder has one copy less of each block; returns how many it has no more."""
-        self.reserve(holder, len(sequence_hashes))
+        self.reserve_runs(holder, len(sequence_hashes))
         return int(storing.drop_hashes(holder, sequence_hashes, *self.arrays))
 
     def drop_named(self, holder: int, names: U64, domain: tuple[U64, U64]) -> int:
         """As `drop`, by engine hashes; returns how many the holder had."""
-        self.reserve(holder, len(names))
-        became = np.empty(len(names), dtype=np.uint8)
-        return int(storing.drop_named(holder, names, became, *domain, *self.arrays))
+        self.reserve_runs(holder, len(names))
+        return int(storing.drop_named(holder, names, *domain, *self.arrays))
 
     def seed_of(self, sequence_hash: int) -> int:
         """The seed of a block's namespace."""

@@ -23,8 +23,9 @@ from kvplug.kernels.residency import (
     NOT_HELD,
     Blocks,
     Names,
+    can_join,
+    can_leave,
     claim,
-    has_room,
     hash_of_name,
     hold,
     leave_holder,
@@ -39,7 +40,7 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 # Why a call ended.
-DONE, NEEDS_ROOM, NEEDS_DECISION, OVER_LIMIT = 0, 1, 2, 3
+DONE, NEEDS_ROOM, NEEDS_RUNS, NEEDS_DECISION, OVER_LIMIT = range(5)
 # out_counts
 NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
 WHY, NUM_WANTED, POSITION = 3, 4, 5
@@ -148,10 +149,17 @@ def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
 
 
 @inlined
-def _fits(index: _Index, holder: Index, num_blocks: Index, scratch: _Scratch) -> bool:
-    if num_blocks > len(scratch.at):
-        return False
-    return has_room(index.blocks, index.names, holder, num_blocks)
+def _has_room(
+    index: _Index, kind: Index, holder: Index, num_blocks: Index, scratch: _Scratch, out_counts: I64
+) -> bool:
+    """False, with the reason in out_counts, if an event must wait until arrays have grown."""
+    fits = num_blocks <= len(scratch.at)
+    if kind == wire.REMOVED:
+        if not (fits and can_leave(index.blocks, holder, num_blocks)):
+            return _stop(NEEDS_RUNS, num_blocks, out_counts)
+    elif not (fits and can_join(index.blocks, index.names, holder, num_blocks)):
+        return _stop(NEEDS_ROOM, num_blocks, out_counts)
+    return True
 
 
 @inlined
@@ -211,8 +219,7 @@ def apply_records(
         if not fits or holder < 0:
             _stop(NEEDS_DECISION, n, out_counts)
             return event
-        if not _fits(index, holder, n, scratch):
-            _stop(NEEDS_ROOM, n, out_counts)
+        if not _has_room(index, kind, holder, n, scratch, out_counts):
             return event
         mine = event_names[start : start + n]
         if kind == wire.REMOVED:
@@ -370,8 +377,7 @@ def _apply_payload(
         if event.kind == wire.CLEARED or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
             return number
-        if not _fits(index, holder, event.num_blocks, scratch):
-            _stop(NEEDS_ROOM, event.num_blocks, out_counts)
+        if not _has_room(index, event.kind, holder, event.num_blocks, scratch, out_counts):
             return number
         if not _apply_packed(event, data, index, holder, scratch, out_counts):
             return number

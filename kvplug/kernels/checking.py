@@ -53,17 +53,6 @@ def count_placed(
     return num_placed
 
 
-@inlined
-def _is_held(place: np.uint64, run_words: U64, bits: U64, words: int, members: U64) -> bool:
-    set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
-    if len(members) == 0:
-        return bool(set_id != 0)
-    common = _0
-    for w in range(words):
-        common |= bits[set_id * words + w] & members[w]
-    return bool(common != _0)
-
-
 @kernel(i8(reads(u8), reads(u8), reads(u8), reads(u8), i8, reads(u8), writes(u1)))
 def count_named(
     names: U64, table: U64, run_words: U64, bits: U64, words: int, members: U64, seen: Bytes
@@ -76,7 +65,8 @@ def count_named(
             continue
         slot = find_slot(table, hash_, capacity)
         place = table[_2 * slot + _1]
-        if place != _0 and _is_held(place, run_words, bits, words, members):
+        set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+        if place != _0 and holders.has_any(bits, words, set_id, members):
             num_named += _see(seen, np.int64(slot))
     return num_named
 
@@ -88,7 +78,8 @@ def count_held(table: U64, run_words: U64, bits: U64, words: int, members: U64) 
     for at in range(len(table) // 2 - 1):
         place = table[2 * at + 1]
         if place != _0:
-            num_held += _is_held(place, run_words, bits, words, members)
+            set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+            num_held += holders.has_any(bits, words, set_id, members)
     return num_held
 
 

@@ -89,12 +89,7 @@ def evict_blocks(first: Index, last: Index, run_words: U64, table: U64, gone: U6
     at, num_erased, capacity = np.uint64(first), 0, capacity_of(table)
     while at < np.uint64(last):
         hash_, place = table[_2 * at], table[_2 * at + _1]
-        run = runs.run_of(place)
-        is_kept = place == _0 or (
-            runs.get(run_words, run, runs.SET) != _0
-            and runs.depth_of(place) <= runs.get(run_words, run, runs.END)
-        )
-        if is_kept:
+        if place == _0 or runs.claims(run_words, place):
             at += _1
             continue
         erase_slot(table, at, capacity)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.kernels import holders
 from kvplug.kernels._jit import f8, i4, i8, inlined, kernel, prefetch, reads, u8, void, writes
 from kvplug.kernels.table import (
     capacity_of,
@@ -44,10 +45,6 @@ NOBODY = -1
 FIRST, NEXT, NUM_USED, NUM_LOST, NUM_OF_RANK = 0, 1, 2, 3, 4
 
 _NUM_TOUCHED = 32  # a core has fewer loads under way at a time
-# splitmix64 (Steele, Lea, Flood 2014)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -61,15 +58,6 @@ class Ring(NamedTuple):
 
 
 @inlined
-def mark(rank: Index) -> np.uint64:
-    """What the keys of a rank's entries are marked with."""
-    x = np.uint64(rank + 1) * _GOLDEN
-    x = (x ^ (x >> _30)) * _MIX_1
-    x = (x ^ (x >> _27)) * _MIX_2
-    return x ^ (x >> _31)
-
-
-@inlined
 def extend(
     slots: U64, deadlines: F64, state: I64, now_s: float, hashes: U64, out_depths: I64
 ) -> None:
@@ -78,7 +66,7 @@ def extend(
     for rank in range(min(len(out_depths), len(state) - NUM_OF_RANK)):
         if state[NUM_OF_RANK + rank] == 0:
             continue
-        marked, end = mark(rank), out_depths[rank]
+        marked, end = holders.mark_of(rank), out_depths[rank]
         while end < len(hashes):
             at = find_slot(slots, hashes[end] ^ marked, capacity)
             value = slots[_2 * at + _1]
@@ -179,7 +167,7 @@ def insert(
     the table has room for them, and deadline_s is not before any other.
     """
     ring = Ring(keys, deadlines, links, state)
-    marked, capacity, num_nodes = mark(rank), capacity_of(slots), len(keys)
+    marked, capacity, num_nodes = holders.mark_of(rank), capacity_of(slots), len(keys)
     _expire(slots, ring, now_s, max_expired)
     for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
         prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
@@ -214,7 +202,7 @@ def expire(
 @kernel(void(i8, reads(u8), writes(u8)))
 def confirm(rank: Index, hashes: U64, slots: U64) -> None:
     """End the rank's entries of these blocks; their nodes expire later, without effect."""
-    marked, capacity = mark(rank), capacity_of(slots)
+    marked, capacity = holders.mark_of(rank), capacity_of(slots)
     for i in range(len(hashes)):
         if i + _NUM_TOUCHED < len(hashes):
             prefetch(slots, _2 * home_of(hashes[i + _NUM_TOUCHED] ^ marked, capacity))
@@ -247,4 +235,4 @@ def extend_depths(
 @kernel(u8(i8))
 def mark_of(rank: Index) -> np.uint64:
     """What the keys of a rank's entries are marked with."""
-    return mark(rank)
+    return holders.mark_of(rank)

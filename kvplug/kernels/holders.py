@@ -57,6 +57,17 @@ def contains(bits: U64, words: Index, set_id: Index, holder: Index) -> bool:
 
 
 @inlined
+def has_any(bits: U64, words: Index, set_id: Index, members: U64) -> bool:
+    """Whether the set has any of the members, which are given as bits; empty: anybody at all."""
+    if len(members) == 0:
+        return set_id != 0
+    common = _0
+    for w in range(words):
+        common |= bits[set_id * words + w] & members[w]
+    return bool(common != _0)
+
+
+@inlined
 def _home(key: np.uint64, num_slots: Index) -> Index:
     return np.int64(((key >> _32) * np.uint64(num_slots)) >> _32)
 

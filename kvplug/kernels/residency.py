@@ -11,7 +11,7 @@ Out: the arrays of kvplug/index/holdings.py and a table of names, changed.
 An event is claimed first (its slots found and filled, or everything taken back if a name and a
 content do not go together), then held. A block that is new to a holder leaves its run for one whose
 set has the holder, too: at best the run of the block before. Parts for storing.py, applying.py and
-sweeping.py, made of parts of the files that they name. Twin: tests/index/test_holdings.py.
+sweeping.py, made of parts of the files that they name. Twin: tests/index/twin.py.
 """
 
 from typing import NamedTuple
@@ -89,17 +89,20 @@ def is_held_by(blocks: Blocks, run: np.uint64, holder: Index) -> bool:
 @inlined
 def is_named(blocks: Blocks, names: Names, set_id: Index) -> bool:
     """Whether any rank of the domain is in the set, so that its blocks have names there."""
-    if len(names.members) == 0:
-        return set_id != 0
-    words, common = blocks.header[0], _0
-    for w in range(words):
-        common |= blocks.bits[set_id * words + w] & names.members[w]
-    return bool(common != _0)
+    return bool(holders.has_any(blocks.bits, blocks.header[0], set_id, names.members))
 
 
 @inlined
-def has_room(blocks: Blocks, names: Names, holder: Index, num_blocks: Index) -> bool:
-    """Whether an event of as many blocks fits in every array."""
+def can_leave(blocks: Blocks, holder: Index, num_blocks: Index) -> bool:
+    """Whether as many blocks may each leave for a run of their own."""
+    num_moved = min(num_blocks, np.int64(num_entries(blocks.table)))
+    fits = runs.has_room(blocks.runs, num_moved)
+    return fits and holders.has_room(blocks.meta, blocks.header, holder, num_moved)
+
+
+@inlined
+def can_join(blocks: Blocks, names: Names, holder: Index, num_blocks: Index) -> bool:
+    """Whether as many blocks, new ones all of them, fit in every array."""
     fits = table_has_room(blocks.table, num_blocks) and table_has_room(blocks.copies, num_blocks)
     if len(names.slots) > 0:
         fits = fits and table_has_room(names.slots, num_blocks)

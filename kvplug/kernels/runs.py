@@ -16,8 +16,8 @@ has matched all of it, without looking at the blocks between. Words of a run:
              below, which names this one as the run above; 0: not known
 
 Of a free run, START has the next free one. Run 0 is none; its words START and END have the first
-free run and the number of live ones, USED has the time, which is never 0. Twin: the holdings of
-tests/index/test_holdings.py, whose check() compares runs and blocks.
+free run and the number of live ones, USED has the time, which is never 0. Twin:
+tests/index/twin.py; check() of an index compares runs and blocks.
 """
 
 import numpy as np
@@ -82,6 +82,15 @@ def num_blocks(runs: U64, run: np.uint64) -> np.uint64:
 def is_live(runs: U64, run: np.uint64) -> bool:
     """Whether the number is in use."""
     return bool(run != NO_RUN and get(runs, run, USED) >> _32 != _0)
+
+
+@inlined
+def claims(runs: U64, value: np.uint64) -> bool:
+    """Whether the run of a block, whose place this is, has anybody and reaches so deep."""
+    run = run_of(value)
+    if get(runs, run, SET) == _0:
+        return False
+    return bool(depth_of(value) <= get(runs, run, END))
 
 
 @inlined

@@ -1,15 +1,15 @@
 """Blocks in and out of the index, for events that a kernel has not read.
 
 In:  hashes and names of one event's blocks, a holder, the arrays of kernels/residency.py.
-Out: the arrays changed; per block, what became of it.
+Out: the arrays changed; how many blocks that were.
 
-The caller has made room (residency.has_room). Twin: dicts (tests/index/test_holdings.py).
+The caller has made room (residency.can_join, can_leave). Twin: tests/index/twin.py.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import runs
+from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import i8, kernel, reads, u1, u4, u8, void, writes
 from kvplug.kernels.residency import (
     GONE,
@@ -79,15 +79,12 @@ def copy_blocks(
     return num_new
 
 
-@kernel(i8(i8, reads(u8), writes(u1), *_NAMES, *_BLOCKS))
+@kernel(i8(i8, reads(u8), *_NAMES, *_BLOCKS))
 def drop_named(
-    holder: Index, event_names: U64, out_became: Bytes, names: U64, members: U64,
+    holder: Index, event_names: U64, names: U64, members: U64,
     table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
 ) -> Index:  # fmt: skip
-    """The holder has one copy less of each block; returns how many it had.
-
-    out_became[i]: residency.NOT_HELD, KEPT or GONE.
-    """
+    """The holder has one copy less of each block; returns how many it had."""
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
     domain, num_had = Names(names, members), 0
     last_run, last_source = runs.NO_RUN, runs.NO_RUN
@@ -97,7 +94,6 @@ def drop_named(
             became, last_run, last_source = leave_holder(
                 blocks, domain, event_names[i], hash_, holder, last_run, last_source
             )
-        out_became[i] = became
         num_had += became != NOT_HELD
     return num_had
 
@@ -128,7 +124,6 @@ def which_held(
     """out_held[i]: whether any holder in the mask has block i; one bit per holder, in `words`."""
     for i in range(len(hashes)):
         place, out_held[i] = value_of(table, hashes[i]), 0
-        set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
-        for w in range(words if place != _0 else 0):
-            if bits[set_id * words + w] & mask[w] != _0:
-                out_held[i] = 1
+        if place != _0:
+            set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+            out_held[i] = holders.has_any(bits, words, set_id, mask)

@@ -66,15 +66,6 @@ def cut_holders(
     return last
 
 
-@inlined
-def _is_claimed(run_words: U64, place: np.uint64) -> bool:
-    """Whether the run of a block has anybody, and reaches so deep."""
-    run = runs.run_of(place)
-    if runs.get(run_words, run, runs.SET) == _0:
-        return False
-    return bool(runs.depth_of(place) <= runs.get(run_words, run, runs.END))
-
-
 @kernel(i8(i8, i8, reads(u8), writes(u8)), releases_gil=True)
 def sweep_blocks(first: Index, last: Index, run_words: U64, table: U64) -> Index:
     """Erase the blocks in slots first..last that no run claims; returns how many.
@@ -84,7 +75,7 @@ def sweep_blocks(first: Index, last: Index, run_words: U64, table: U64) -> Index
     at, num_erased, capacity = np.uint64(first), 0, capacity_of(table)
     while at < np.uint64(last):
         place = table[_2 * at + _1]
-        if place != _0 and not _is_claimed(run_words, place):
+        if place != _0 and not runs.claims(run_words, place):
             erase_slot(table, at, capacity)
             num_erased += 1
         else:
@@ -95,15 +86,10 @@ def sweep_blocks(first: Index, last: Index, run_words: U64, table: U64) -> Index
 @inlined
 def _has_any(place: np.uint64, run_words: U64, bits: U64, header: I64, members: U64) -> bool:
     """Whether any holder of the domain has the block; members is empty if there is one domain."""
-    if place == _0 or not _is_claimed(run_words, place):
+    if place == _0 or not runs.claims(run_words, place):
         return False
-    if len(members) == 0:
-        return True
-    words, common = header[0], _0
     set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
-    for w in range(words):
-        common |= bits[set_id * words + w] & members[w]
-    return bool(common != _0)
+    return bool(holders.has_any(bits, header[0], set_id, members))
 
 
 @kernel(
@@ -139,7 +125,7 @@ def sweep_copies(
         if not held:
             place = value_of(table, key ^ holders.mark_of(holder))
             run = runs.run_of(place)
-            held = place != _0 and _is_claimed(run_words, place)
+            held = place != _0 and runs.claims(run_words, place)
             held = held and holders.contains(
                 bits, header[0], np.int64(runs.get(run_words, run, runs.SET)), holder
             )

@@ -169,20 +169,6 @@ def erase_many(slots: U64, keys: U64) -> int:
     return num_erased
 
 
-@kernel(void(reads(u8), reads(u8), reads(u8), writes(i8)))
-def extend_runs(slots: U64, keys: U64, salts: U64, out_ends: I64) -> None:
-    """Move out_ends[j] forward while keys[out_ends[j]] ^ salts[j] is in the table, for each j."""
-    capacity = capacity_of(slots)
-    for j in range(len(salts)):
-        end = out_ends[j]
-        while end < len(keys):
-            at = find_slot(slots, keys[end] ^ salts[j], capacity)
-            if slots[_TWO * at + _ONE] == _ABSENT:
-                break
-            end += 1
-        out_ends[j] = end
-
-
 @kernel(void(reads(u8), reads(u8), reads(u8), reads(i8), reads(u8), writes(i8)))
 def count_equal(
     slots: U64, keys: U64, salts: U64, ends: I64, values: U64, out_counts: I64

@@ -172,7 +172,18 @@ def test_all_memory_is_counted():
     index.apply_packed(RANKS[0], packed.encode([]))
     index.add_rank(RANKS[0])
     index.apply_packed(RANKS[0], packed.encode([packed.PackedRemoved(range(100_000))]))
-    assert index.nbytes >= empty + 2 * 800_000  # the payload, and the room for its blocks
+    assert index.nbytes >= empty + 2 * 800_000  # the payload, and where its names are put
+
+
+@pytest.mark.parametrize("way", ["typed", "recorded"])
+def test_a_removal_of_unknown_blocks_takes_no_room_in_tables(way):
+    index = bounded(max_bytes=400_000)
+    apply(index, RANKS[0], stored((1,) * 100, 100), "typed")
+    before = index.holdings.nbytes, len(index.domains.common.table.slots)
+    event = BlockRemoved(block_hashes=tuple(range(50_000)), tier=Tier.DEVICE)
+    assert apply(index, RANKS[0], event, way).refused == {Refusal.UNKNOWN_BLOCK.value: 50_000}
+    assert (index.holdings.nbytes, len(index.domains.common.table.slots)) == before
+    assert len(index) == 100
 
 
 def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():

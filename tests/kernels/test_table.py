@@ -71,26 +71,6 @@ def test_an_entry_that_is_not_found_is_counted():
 
 
 @given(
-    st.lists(keys, unique=True, max_size=12),
-    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4, unique=True),
-    st.data(),
-)
-def test_runs_extend_while_the_salted_key_is_there(asked, salts, data):
-    slots, held = new_slots(64), {}
-    for salt in salts:
-        held[salt] = data.draw(st.sets(st.sampled_from(asked), max_size=8)) if asked else set()
-        salted = u64(key ^ salt for key in held[salt])
-        table.put_many(slots, salted, np.ones(len(salted), dtype=np.uint64))
-    starts = [data.draw(st.integers(0, len(asked))) for _ in salts]
-    ends = np.array(starts, dtype=np.int64)
-    table.extend_runs(slots, u64(asked), u64(salts), ends)
-    everything = {key ^ salt for salt, members in held.items() for key in members}
-    for salt, start, end in zip(salts, starts, ends, strict=True):
-        run = [key ^ salt in everything for key in [*asked[start:]]] + [False]
-        assert end == start + run.index(False)
-
-
-@given(
     st.lists(keys, max_size=12),
     st.dictionaries(keys, st.integers(1, 3), max_size=20),
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=4),
