@@ -86,7 +86,7 @@ class BlockIndex:
         `is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early.
         """
         self.hasher = BlockHasher(block_size, bigrams=bigrams)
-        self._changes = Changes()
+        self._changes = Changes(is_tight=bounds.max_bytes is not None)
         self.numbers = HolderNumbers(self._changes)
         self.holdings = Holdings(self._changes)
         self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
@@ -199,19 +199,20 @@ class BlockIndex:
         """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
         none.
         """
-        applied, domain = Applied(), self.domains.get(rank)
+        domain, first = self.domains.get(rank), 0
         if domain is None:
+            applied = Applied()
             applied.refuse(Refusal.UNKNOWN_RANK, packed.num_events(payload))
-        elif self.labels.are_any:  # they go with the last copy, which the kernels do not look for
-            self._apply_packed_from(0, rank, payload, applied)
-        elif not self._applier.apply_packed(rank, domain, payload, applied):
+            return applied
+        if self.labels.are_any:  # they go with the last copy, which the kernels do not look for
+            applied = Applied()
+        else:
+            applied, first = self._applier.apply_packed(rank, domain, payload)
+        if first >= 0:
             # Behind an event that needs a decision the rest of a payload goes one by one.
-            self._apply_packed_from(self._applier.num_applied, rank, payload, applied)
+            for event in packed.decode(payload)[first:]:
+                self._single.apply_packed(rank, event, applied)
         return applied
-
-    def _apply_packed_from(self, first: int, rank: Rank, payload: bytes, applied: Applied) -> None:
-        for event in packed.decode(payload)[first:]:
-            self._single.apply_packed(rank, event, applied)
 
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied

@@ -41,6 +41,10 @@ class Lost:
     num_memberships: int = 0
 
 
+def _num_words(num_names: int) -> int:
+    return max(_MIN_WORDS, int(_WORDS_PER_NAME * num_names))
+
+
 class LostNames:
     """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
 
@@ -57,12 +61,15 @@ class LostNames:
         """Bytes of memory of both filters."""
         return int(self.words.nbytes + self._before.nbytes)
 
+    def nbytes_for(self, capacity: int) -> int:
+        """Bytes of memory after evictions from an index of so many blocks."""
+        return max(self.nbytes, 2 * 8 * _num_words(capacity))
+
     def reserve(self, num_names: int, capacity: int) -> U64:
         """A filter that takes as many more names."""
         if self._num_left < num_names:
             self._before = self.words
-            num_words = max(_MIN_WORDS, int(_WORDS_PER_NAME * max(capacity, num_names)))
-            self.words = np.zeros(num_words, dtype=np.uint64)
+            self.words = np.zeros(_num_words(max(capacity, num_names)), dtype=np.uint64)
             self._num_left = max(capacity, num_names)
         self._num_left -= num_names
         return self.words

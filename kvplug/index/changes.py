@@ -1,4 +1,5 @@
-"""Whether arrays that somebody has collected are still the ones in use.
+"""What the arrays of one index have in common: whether those that somebody has collected are still
+the ones in use, and whether they may take more memory than they need.
 
 In:  whoever replaces an array says so.   Out: a number that is another one then.
 """
@@ -7,9 +8,12 @@ from __future__ import annotations
 
 
 class Changes:
-    """count: how often an array of the index has become another, or a number another rank's."""
+    """count: how often an array of the index has become another, or a number another rank's.
 
-    __slots__ = ("count",)
+    is_tight: arrays grow by little each time, as the memory of the index is bounded.
+    """
 
-    def __init__(self) -> None:
-        self.count = 0
+    __slots__ = ("count", "is_tight")
+
+    def __init__(self, *, is_tight: bool = False) -> None:
+        self.count, self.is_tight = 0, is_tight

@@ -18,12 +18,12 @@ from kvplug.index.domains import Domains
 from kvplug.index.expiring import ExpiringBlocks, mark_of
 from kvplug.index.room import Room
 from kvplug.kernels import applying as kernels
+from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle
 from kvplug.kernels.msgpack import PADDING
 from kvplug.records import Records
 
 U64 = npt.NDArray[np.uint64]
-U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 Flag = npt.NDArray[np.uint8]
 
@@ -32,7 +32,7 @@ _MIN_PAYLOAD = 2**16
 
 
 class EventApplier:
-    """apply_records, apply_packed; `needs_decision` and `num_applied` tell how one ended."""
+    """apply_records, apply_packed; `needs_decision` and `num_over` tell how the first ended."""
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class EventApplier:
         self._bundles: dict[Rank, Bundle] = {}
         self._num_changes = 0
         self._make_payload(_MIN_PAYLOAD)
-        self.num_applied = 0
 
     @property
     def nbytes(self) -> int:
@@ -81,35 +80,41 @@ class EventApplier:
             at = int(kernels.apply_records(
                 at, records.num_events, max_blocks, self._block_size,
                 records.records, records.parents, records.names, records.tokens,
-                self._bundle_for(rank, domain), self._is_wanted, self._counts,
+                self._bundle_for(rank, domain),
             ))  # fmt: skip
             again = self._count(rank, domain, applied)
         return at
 
-    def apply_packed(self, rank: Rank, domain: Domain, payload: bytes, applied: Applied) -> bool:
-        """Whether all events of a payload are applied; `num_applied` are if not."""
+    def apply_packed(self, rank: Rank, domain: Domain, payload: bytes) -> tuple[Applied, int]:
+        """What became of a payload, and the number of the event that needs a decision; -1: none."""
         end = len(payload)
-        if end + PADDING > len(self._payload):
+        if end > self._max_payload:
             self._make_payload(2 * end)
         self._payload[:end] = payload
-        data, counts = self._payload_data, self._counts
-        bundle = self._bundle_for(rank, domain)
-        result = int(kernels.apply_packed(0, 0, end, data, bundle, counts))
+        result = apply_packed(0, 0, end, self._bundle_for(rank, domain))
+        if result >= 0:
+            return Applied(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1
+        return self._go_on(rank, domain, end, result)
+
+    def _go_on(
+        self, rank: Rank, domain: Domain, num_bytes: int, result: int
+    ) -> tuple[Applied, int]:
+        applied = Applied()
         while result < 0 and self._count(rank, domain, applied):
-            first, at = -1 - result, int(counts[kernels.POSITION])
-            bundle = self._bundle_for(rank, domain)
-            result = int(kernels.apply_packed(first, at, end, data, bundle, counts))
+            first, at = -1 - result, int(self._counts[kernels.POSITION])
+            result = apply_packed(first, at, num_bytes, self._bundle_for(rank, domain))
         if result < 0:
-            self.num_applied = -1 - result
-            return bool(counts[kernels.WHY] == kernels.DONE)
-        applied.num_stored += result % kernels.REMOVED_UNIT
-        applied.num_removed += result // kernels.REMOVED_UNIT
-        return True
+            is_done = self._counts[kernels.WHY] == kernels.DONE
+            return applied, -1 if is_done else int(-1 - result)
+        applied.num_stored += result & kernels.STORED_MASK
+        applied.num_removed += result >> kernels.REMOVED_SHIFT
+        return applied, -1
 
     def _make_payload(self, num_bytes: int) -> None:
         # A payload is copied: NumPy takes five times as long to look at bytes where they are.
         self._payload = bytearray(num_bytes + PADDING)
-        self._payload_data: U8 = np.frombuffer(self._payload, dtype=np.uint8)
+        self._max_payload = num_bytes
+        self._bundles.clear()
 
     def _bundle_for(self, rank: Rank, domain: Domain) -> U64:
         if self._num_changes != self._changes.count:
@@ -130,8 +135,11 @@ class EventApplier:
             names,
             self._domains.members_of(domain),
             expected,
-            self._scratch,
             of_rank,
+            self._scratch,
+            np.frombuffer(self._payload, dtype=np.uint8),
+            self._counts,
+            self._is_wanted,
         )
 
     def _count(self, rank: Rank, domain: Domain, applied: Applied) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.index.bounds import Lost, LostNames
+from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holdings import Holdings
 from kvplug.index.sweeping import Named, Sweep
@@ -46,7 +47,7 @@ class Eviction(Sweep):
         names: LostNames,
     ) -> None:  # fmt: skip
         super().__init__(holdings)
-        self._domains, self._gone = domains, HashTable()
+        self._domains, self._gone = domains, HashTable(Changes(is_tight=True))
         cut = _choose(holdings, num_wanted)
         self.num_blocks = int(cut.num_blocks.sum())
         self.is_done = not self.num_blocks

@@ -20,8 +20,11 @@ _MIN_CAPACITY = 64
 # Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.7, right after growing,
 # 2 and 6. kernels/table.py (has_room) has the same load.
 _MAX_LOAD = 0.8
-# Growing costs as much as storing; what small tables waste is small, large ones grow by less.
-_SMALL, _FAST_GROWTH, _GROWTH = 2**17, 2.0, 1.15
+# Growing a small table costs as much as storing, mostly in pages that are touched for the first
+# time (kvplug/index/memory.py): so it grows to 256 KiB, then to one huge page, and only then by
+# little. Doubling instead took three times as long, from empty to full.
+_STEPS = 2**14, 2**17
+_GROWTH = 1.15
 
 
 class HashTable:
@@ -111,8 +114,11 @@ class HashTable:
         needed = len(self) + num_more + 1
         if needed <= self.capacity * _MAX_LOAD:
             return self.capacity
-        growth = _FAST_GROWTH if 2 * self.capacity <= _SMALL else _GROWTH
-        return max(int(self.capacity * growth), int(needed / _MAX_LOAD) + 2)
+        least = int(needed / _MAX_LOAD) + 2
+        for step in _STEPS:
+            if self.capacity < step and least <= step and not self._changes.is_tight:
+                return step
+        return max(int(self.capacity * _GROWTH), least)
 
 
 def _empty(capacity: int) -> U64:

@@ -58,7 +58,8 @@ class Room:
         now = self.holdings.nbytes + self._others_nbytes(None, 0)
         grown = self.holdings.grown_nbytes(holder, num_blocks)
         grown += self._others_nbytes(domain, num_blocks)
-        return grown > now and grown + self.nbytes > self.bounds.max_bytes
+        lost = self.lost_names.nbytes_for(len(self.holdings) + num_blocks)
+        return grown > now and grown + lost > self.bounds.max_bytes
 
     def eviction(self, num_blocks: int) -> Eviction:
         """What makes room for so many blocks, and for many more; it may find nothing to evict."""

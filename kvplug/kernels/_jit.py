@@ -42,6 +42,7 @@ __all__ = [
     "reads",
     "trailing_zeros",
     "u1",
+    "u1_of",
     "u4",
     "u8",
     "u32_of",
@@ -264,6 +265,7 @@ def _array_of(dtype: Any, kind: str) -> Callable[[Any, Any], Any]:
 
 u64_of, i64_of = _array_of(types.uint64, "u8"), _array_of(types.int64, "i8")
 u32_of, f64_of = _array_of(types.uint32, "u4"), _array_of(types.float64, "f8")
+u1_of = _array_of(types.uint8, "u1")
 
 
 def _prefetch_twin(array: Any, at: Any) -> None:

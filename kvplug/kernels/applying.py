@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import msgpack, runs, wire
-from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u1, u4, u8, writes
-from kvplug.kernels.bundle import i64_of, u32_of, u64_of
+from kvplug.kernels import msgpack, packed, runs, wire
+from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u4, u8
+from kvplug.kernels.bundle import i64_of, u1_of, u32_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.residency import (
     NOT_HELD,
@@ -46,14 +46,15 @@ NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
 WHY, NUM_WANTED, POSITION = 3, 4, 5
 NUM_COUNTS = 6
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
-VERSION = 1  # kvplug/packed.py
-REMOVED_UNIT = 2**31
+REMOVED_SHIFT = 31
+STORED_MASK = 2**REMOVED_SHIFT - 1
 _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
 # The arrays of a bundle (kernels/bundle.py). OF_RANK has, in a word each: the rank's mark in the
 # table of expected blocks, and its holder in each tier, -1 for none.
 (
-    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, NAMES, MEMBERS, EXPECTED, SCRATCH, OF_RANK,
-) = range(12)  # fmt: skip
+    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, NAMES, MEMBERS, EXPECTED, OF_RANK, SCRATCH,
+    PAYLOAD, COUNTS, IS_WANTED,
+) = range(15)  # fmt: skip
 
 
 class _Scratch(NamedTuple):
@@ -187,23 +188,19 @@ def _store_record(
 
 
 @kernel(
-    i8(
-        i8, i8, i8, i8, reads(i8), reads(u8), reads(u8), reads(u4), reads(u8), reads(u1),
-        writes(i8),
-    ),
-    releases_gil=True,
-)  # fmt: skip
+    i8(i8, i8, i8, i8, reads(i8), reads(u8), reads(u8), reads(u4), reads(u8)), releases_gil=True
+)
 def apply_records(
     first: Index, last: Index, max_blocks: Index, block_size: Index,
-    records: I64, parents: U64, event_names: U64, tokens: U32, bundle: U64, is_wanted: Bytes,
-    out_counts: I64,
+    records: I64, parents: U64, event_names: U64, tokens: U32, bundle: U64,
 ) -> Index:  # fmt: skip
     """Apply records first..last; returns the number of the first that was not applied.
 
     Ends early once `max_blocks` blocks are done, or after the event at hand when another thread has
-    set is_wanted[0]. out_counts: [NUM_STORED, NUM_REMOVED, NUM_UNKNOWN], WHY it ended, and
+    set IS_WANTED[0]. In COUNTS then: NUM_STORED, NUM_REMOVED, NUM_UNKNOWN, WHY it ended, and
     NUM_WANTED: how many blocks the event has for which there is no room.
     """
+    out_counts, is_wanted = i64_of(bundle, COUNTS), u1_of(bundle, IS_WANTED)
     index, scratch, num_blocks = _index(bundle), _scratch(bundle), 0
     out_counts[:] = 0
     runs.tick(index.blocks.runs)
@@ -235,100 +232,6 @@ def apply_records(
     return last
 
 
-class _Packed(NamedTuple):
-    """An event of kvplug/packed.py; kind -1: not read here. Byte strings by their positions."""
-
-    kind: Index
-    tier: Index
-    has_parent: bool
-    parent: np.uint64
-    seed: np.uint64
-    names: Index
-    hashes: Index
-    num_blocks: Index
-    end: Index
-
-
-@inlined
-def _unread() -> _Packed:
-    none = np.int64(0)
-    return _Packed(np.int64(-1), none, False, _0, _0, none, none, none, none)
-
-
-@inlined
-def _read_words(data: Bytes, at: Index, end: Index) -> tuple[Index, Index, Index]:
-    """(number of u64, position of the first, position behind them); -1 if there are none."""
-    num_bytes, at = msgpack.bytes_header(data, at)
-    if num_bytes < 0 or num_bytes % 8 != 0 or at + num_bytes > end:
-        return msgpack.FAILED, at, at
-    return num_bytes // 8, at, at + num_bytes
-
-
-@inlined
-def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> _Packed:
-    has_parent, parent = data[at] != 0xC0, _0
-    if has_parent:
-        parent, at = msgpack.natural(data, at)
-    else:
-        at += 1
-    if at < 0 or at > end:
-        return _unread()
-    seed, at = msgpack.natural(data, at)
-    if at < 0 or at > end:
-        return _unread()
-    num_names, names, at = _read_words(data, at, end)
-    if num_names < 0:
-        return _unread()
-    num_hashes, hashes, at = _read_words(data, at, end)
-    if num_hashes != num_names:
-        return _unread()
-    return _Packed(
-        np.int64(wire.STORED), tier, has_parent, parent, seed, names, hashes, num_names, at
-    )
-
-
-@inlined
-def _read_cleared(data: Bytes, at: Index) -> _Packed:
-    is_cleared = data[at] == wire.CLEARED and (data[at + 1] <= 2 or data[at + 1] == 0xC0)
-    if not is_cleared:
-        return _unread()
-    none = np.int64(0)
-    return _Packed(np.int64(wire.CLEARED), none, False, _0, _0, none, none, none, at + 2)
-
-
-@inlined
-def _read_packed(data: Bytes, at: Index, end: Index) -> _Packed:
-    """The event at a position."""
-    num_items, at = msgpack.array_header(data, at)
-    if num_items < 2 or at + 2 > end:
-        return _unread()
-    if num_items == 2:
-        return _read_cleared(data, at)
-    if data[at + 1] > 2:
-        return _unread()
-    kind, tier = np.int64(data[at]), np.int64(data[at + 1])
-    if kind == wire.STORED and num_items == 6:
-        return _read_stored(data, at + 2, end, tier)
-    if kind == wire.REMOVED and num_items == 3:
-        num_names, names, at = _read_words(data, at + 2, end)
-        if num_names >= 0:
-            return _Packed(kind, tier, False, _0, _0, names, names, num_names, at)
-    return _unread()
-
-
-@inlined
-def _is_whole(num_items: Index, at: Index, data: Bytes, end: Index) -> bool:
-    """Whether all events can be read here, and end where the payload ends: what is damaged further
-    on is found before anything is done.
-    """
-    for _ in range(num_items - 1):
-        event = _read_packed(data, at, end)
-        if event.kind < 0:
-            return False
-        at = event.end
-    return bool(at == end)
-
-
 @inlined
 def _copy_words(data: Bytes, at: Index, out: U64) -> None:
     place = np.uint64(at)
@@ -339,7 +242,12 @@ def _copy_words(data: Bytes, at: Index, out: U64) -> None:
 
 @inlined
 def _apply_packed(
-    event: _Packed, data: Bytes, index: _Index, holder: Index, scratch: _Scratch, out_counts: I64
+    event: packed.PackedEvent,
+    data: Bytes,
+    index: _Index,
+    holder: Index,
+    scratch: _Scratch,
+    out_counts: I64,
 ) -> bool:
     """As _hold, for a packed event."""
     n = event.num_blocks
@@ -363,16 +271,16 @@ def _apply_payload(
     index, scratch = _index(bundle), _scratch(bundle)
     runs.tick(index.blocks.runs)
     num_items, start = msgpack.array_header(data, 0)
-    if num_items < 1 or data[start] != VERSION:
+    if num_items < 1 or data[start] != packed.VERSION:
         _stop(NEEDS_DECISION, 0, out_counts)
         return 0
-    if at == 0 and not _is_whole(num_items, start + 1, data, end):
+    if at == 0 and not packed.is_whole(num_items, start + 1, data, end):
         _stop(NEEDS_DECISION, 0, out_counts)
         return 0
     at = max(at, start + 1)
     for number in range(first, num_items - 1):
         out_counts[POSITION] = at
-        event = _read_packed(data, at, end)
+        event = packed.read_event(data, at, end)
         holder = _holder_of(bundle, event.tier)
         if event.kind == wire.CLEARED or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
@@ -385,20 +293,19 @@ def _apply_payload(
     return num_items - 1
 
 
-@kernel(i8(i8, i8, i8, writes(u1), reads(u8), writes(i8)), releases_gil=True)
-def apply_packed(
-    first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
-) -> Index:
-    """Apply the events of the payload data[:end] from number `first` on, which is at position `at`;
-    0 for the first of all. Behind the payload are PADDING more bytes, whatever they are.
+@kernel(i8(i8, i8, i8, reads(u8)), releases_gil=True)
+def apply_packed(first: int, at: int, end: int, bundle: U64) -> int:
+    """Apply the events of PAYLOAD[:end] from number `first` on, which is at position `at`; 0 for
+    the first of all, and then nothing is done unless the whole payload can be read.
 
-    Returns num_stored + num_removed * REMOVED_UNIT if nothing else happened, else -1 - the number
-    of the first event that was not applied; then out_counts is as in apply_records, without a
-    limit, and has at POSITION where that event is.
+    Behind the payload are PADDING more bytes, whatever they are. Returns num_stored +
+    (num_removed << REMOVED_SHIFT) if nothing else happened, else -1 - the number of the first event
+    that was not applied; then COUNTS is as for apply_records, and has at POSITION where that is.
     """
+    data, out_counts = u1_of(bundle, PAYLOAD), i64_of(bundle, COUNTS)
     out_counts[:] = 0
     data[end : end + msgpack.PADDING] = 0
     number = _apply_payload(first, at, end, data, bundle, out_counts)
     if out_counts[WHY] == DONE and out_counts[NUM_UNKNOWN] == 0:
-        return np.int64(out_counts[NUM_STORED] + out_counts[NUM_REMOVED] * REMOVED_UNIT)
-    return -1 - number
+        return int(out_counts[NUM_STORED] + (out_counts[NUM_REMOVED] << REMOVED_SHIFT))
+    return int(-1 - number)

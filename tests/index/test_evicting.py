@@ -148,7 +148,7 @@ def test_memory_stays_below_its_bound():
         tokens = tuple(range(chain * 1000, chain * 1000 + 100))
         assert apply(index, RANKS[chain % 3], stored(tokens, 100), "recorded").num_stored == 100
         largest = max(largest, index.nbytes)
-    assert max_bytes / 2 < largest <= max_bytes  # small tables grow by doubling
+    assert max_bytes / 2 < largest <= max_bytes
     assert index.room.lost.num_blocks > 0
     index.check()
 
