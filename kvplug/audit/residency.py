@@ -12,7 +12,7 @@ import numpy as np
 from kvplug.events import Rank
 from kvplug.hashing import Hashes
 from kvplug.index.block_index import BlockIndex
-from kvplug.kernels.matching import ANY
+from kvplug.kernels.reach import ANY
 
 
 def resident_blocks(index: BlockIndex, rank: Rank, prompts: Sequence[Hashes]) -> list[int]:

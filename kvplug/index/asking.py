@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvplug.hashing import Hashes
 from kvplug.index.holdings import Holdings
 from kvplug.index.overlap import Overlap
-from kvplug.kernels import matching
+from kvplug.kernels import matching, reach
 from kvplug.kernels.bundle import Bundle
 
 I64 = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, n
 
 def one_rank_per_holder(num_ranks: int) -> I64:
     """Holder h is rank h, with everything on its device."""
-    return matching.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
+    return reach.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
 
 
 def credits_of(classes: list[float], worth: F64) -> F64:
@@ -36,7 +36,7 @@ def credits_of(classes: list[float], worth: F64) -> F64:
     """
     best = [
         max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
-        for has in range(matching.NUM_MASKS)
+        for has in range(reach.NUM_MASKS)
     ]
     return np.concatenate([best, worth])
 
@@ -44,7 +44,7 @@ def credits_of(classes: list[float], worth: F64) -> F64:
 class Asking:
     """overlap, overlap_many.
 
-    Made anew when who is behind a holder has changed (owner, readers, credits: kernels/matching.py,
+    Made anew when who is behind a holder has changed (owner, readers, credits: kernels/reach.py,
     Holders); arrays that grow are noticed.
     """
 
@@ -53,10 +53,10 @@ class Asking:
         expected: Expected = NOTHING_EXPECTED,
     ) -> None:  # fmt: skip
         self.num_changes = holdings.changes.count
-        self._num_ranks = len(credits) - matching.NUM_MASKS
+        self._num_ranks = len(credits) - reach.NUM_MASKS
         self._size = matching.NUM_ROWS * self._num_ranks
         self._shape = matching.NUM_ROWS, self._num_ranks
-        scratch: I64 = np.empty(4 * self._num_ranks + len(owner), dtype=np.int64)
+        scratch: I64 = np.empty(reach.NUM_OF_RANK * self._num_ranks + len(owner), dtype=np.int64)
         self.bundle = Bundle(
             holdings.table.slots, holdings.runs.words, holdings.sets.bits, holdings.sets.header,
             owner, readers, credits, scratch, *expected,

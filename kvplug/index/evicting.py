@@ -113,13 +113,12 @@ def _children(held: Holdings, starts: I64, ends: I64) -> tuple[I64, Mask]:
     """The deepest block of each run that another run follows (before its start: none), and which
     runs follow nobody knows what.
     """
-    live, links = held.runs.is_live, held.runs.column(runs.LINKS)
+    live, above, parents = held.runs.is_live, held.runs.above, held.runs.parents
     deepest = starts - 1
-    places = held.table.find(np.ascontiguousarray(held.runs.column(runs.PARENT)))
-    is_known = live & (places != 0) & (held.runs.column(runs.PARENT) != 0)
-    parents, depths = places & _LOW, (places >> _SHIFT).astype(np.int64)
-    np.maximum.at(deepest, parents[is_known], depths[is_known])
-    above = links & _LOW
+    places = held.table.find(parents)
+    is_known = live & (places != 0) & (parents != 0)
+    of_parents, depths = places & _LOW, (places >> _SHIFT).astype(np.int64)
+    np.maximum.at(deepest, of_parents[is_known], depths[is_known])
     is_linked = live & (above != 0)
     np.maximum.at(deepest, above[is_linked], ends[above[is_linked]])
     return deepest, live & (starts > 0) & ~is_known & ~is_linked

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, Tier
 from kvplug.index.changes import Changes
-from kvplug.kernels.matching import NUM_CLASSES
+from kvplug.kernels.reach import NUM_CLASSES
 
 I64 = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ class HolderNumbers:
     """Who is behind a number, and which numbers a rank has.
 
     owner: int64[a power of two, at least 64], who is behind each holder: NUM_CLASSES * rank number
-    + tier, -1 nobody, below that a pool (kernels/matching.py).
+    + tier, -1 nobody, below that a pool (kernels/reach.py).
     readers: int64[n], the ranks that can read each pool, the one that put the copies there first.
     """
 

@@ -188,20 +188,30 @@ class Holdings:
         if not sets.all():
             raise IndexCorruptError("runs: a run that nobody has")
         self.sets.check(sets)
-        numbers = np.flatnonzero(live).astype(np.uint64)
-        links = self.runs.column(runs.LINKS)
-        above, low, shift = (
-            links[live] & np.uint64(0xFFFFFFFF),
-            np.uint64(0xFFFFFFFF),
-            np.uint64(32),
-        )
-        linked = above != 0
-        if not np.array_equal(links[above[linked]] >> shift, numbers[linked]):
+        self._check_links()
+        self._check_changes()
+
+    def _check_links(self) -> None:
+        live, above, below = self.runs.is_live, self.runs.above, self.runs.below
+        linked = np.flatnonzero(live & (above != 0))
+        if not np.array_equal(below[above[linked]], linked):
             raise IndexCorruptError("runs: a run above does not name the run below")
-        below = links[live] >> shift
-        linked = below != 0
-        if not np.array_equal(links[below[linked]] & low, numbers[linked]):
+        linked = np.flatnonzero(live & (below != 0))
+        if not np.array_equal(above[below[linked]], linked):
             raise IndexCorruptError("runs: a run below does not name the run above")
+
+    def _check_changes(self) -> None:
+        changes, words = self.runs.only_changes, self.sets.words
+        known = np.flatnonzero(self.runs.is_live & (changes >= 0))
+        sets, holders = self.runs.column(runs.SET).astype(np.int64), changes[known]
+        bits = self.sets.bits.reshape(-1, words)
+        found = bits[sets[known]] ^ bits[sets[self.runs.above[known]]]
+        expected = np.zeros_like(found)
+        is_holder = holders < 64 * words
+        at = np.flatnonzero(is_holder), holders[is_holder] // 64
+        expected[at] = np.uint64(1) << (holders[is_holder] % 64).astype(np.uint64)
+        if not np.array_equal(found, expected):
+            raise IndexCorruptError("runs: another holder comes or goes than is remembered")
 
     def _check_places(self) -> None:
         live, column = self.runs.is_live, self.runs.column
@@ -223,7 +233,7 @@ class Holdings:
         places = self.table.find(np.ascontiguousarray(tails[known]))
         if not np.array_equal(places, known | (ends[known] << np.uint64(32))):
             raise IndexCorruptError("runs: a run does not end with its last block")
-        parents, starts = self.runs.column(runs.PARENT), self.runs.column(runs.START)
+        parents, starts = self.runs.parents, self.runs.column(runs.START)
         known = np.flatnonzero(live & (parents != 0)).astype(np.uint64)
         places = self.table.find(np.ascontiguousarray(parents[known]))
         held = places & low != 0

@@ -58,6 +58,27 @@ class RunTable:
         return live
 
     @property
+    def above(self) -> U64:
+        """uint64[capacity], the run above each, 0 if it is not known."""
+        return np.asarray(self.column(kernels.LINKS) & _LOW)
+
+    @property
+    def below(self) -> U64:
+        """uint64[capacity], the run below each, 0 if it is not known."""
+        return np.asarray(self.column(kernels.LINKS) >> _SHIFT)
+
+    @property
+    def parents(self) -> U64:
+        """uint64[capacity], the hash of the block before each, 0 if it is not known by its hash."""
+        return np.where(self.above == 0, self.column(kernels.PARENT), np.uint64(0))
+
+    @property
+    def only_changes(self) -> I64:
+        """int64[capacity], the only holder that comes or goes from the run above; -1: not known."""
+        remembered = self.column(kernels.PARENT).astype(np.int64) - 1
+        return np.where(self.above != 0, remembered, -1)
+
+    @property
     def age(self) -> I64:
         """int64[capacity], for how long each run was not used, in events and queries."""
         used = self.column(kernels.USED)

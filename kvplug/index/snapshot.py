@@ -23,7 +23,7 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.holdings import ARRAYS
 from kvplug.index.pools import Placement
-from kvplug.kernels import holders, matching, runs
+from kvplug.kernels import holders, reach, runs
 
 U64 = npt.NDArray[np.uint64]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -201,7 +201,7 @@ def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     in_domains = sorted(rank for domain in settings.domains for rank in domain)
     _require(in_domains == sorted(known), "ranks and domains do not pair up")
     _require(0 <= settings.common < len(settings.domains), "no domain takes new ranks")
-    _require((owner < matching.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
+    _require((owner < reach.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
     pools = sorted(np.flatnonzero(owner < -1).tolist())
     places = [place for place in settings.places if place is not None]
     known_pools = sorted(place.holder for place in places if place.holder is not None)

@@ -11,7 +11,8 @@ has matched all of it, without looking at the blocks between. Words of a run:
     USED     low half: how many blocks between are missing ("holes"); high half: when it was used
     SEED     of the namespace of its blocks
     TAIL     sequence hash of the block at END, 0 if that is not known
-    PARENT   sequence hash of the block before START; 0 if there is none or if it is not known
+    PARENT   sequence hash of the block before START; 0 if there is none or if it is not known. With
+             a run above: 1 + the only holder that comes or goes between the two, 0 if not known
     LINKS    low half: the run above, whose last block comes right before START; high half: the run
              below, which names this one as the run above; 0: not known
 
@@ -132,6 +133,7 @@ def cut_above(runs: U64, run: np.uint64) -> None:
     if other != NO_RUN:
         _set_below(runs, other, NO_RUN)
         _set_above(runs, run, NO_RUN)
+        put(runs, run, PARENT, _0)
 
 
 @inlined
@@ -148,12 +150,41 @@ def link(runs: U64, run: np.uint64, other: np.uint64, tail: np.uint64) -> None:
 def inherit_parent(runs: U64, run: np.uint64, heir: np.uint64) -> None:
     """The first block of `run` is `heir`'s first block now."""
     cut_above(runs, heir)
-    put(runs, heir, PARENT, get(runs, run, PARENT))
     other = above(runs, run)
+    put(runs, heir, PARENT, get(runs, run, PARENT) if other == NO_RUN else _0)
     if other != NO_RUN:
+        put(runs, run, PARENT, _0)
         _set_below(runs, other, heir)
         _set_above(runs, heir, other)
         _set_above(runs, run, NO_RUN)
+
+
+@inlined
+def parent_of(runs: U64, run: np.uint64) -> np.uint64:
+    """The sequence hash of the block before the run, 0 if it is not known by its hash."""
+    return get(runs, run, PARENT) if above(runs, run) == NO_RUN else _0
+
+
+@inlined
+def only_change(runs: U64, run: np.uint64) -> np.int64:
+    """The only holder that comes or goes between the run above and this one; -1: not known."""
+    return np.int64(get(runs, run, PARENT)) - 1
+
+
+@inlined
+def remember_change(runs: U64, run: np.uint64, holder: Index) -> None:
+    """For a run that has a run above."""
+    put(runs, run, PARENT, np.uint64(holder + 1))
+
+
+@inlined
+def change_set(runs: U64, run: np.uint64, set_id: Index) -> None:
+    """All blocks of the run are held by another set from now on."""
+    put(runs, run, SET, np.uint64(set_id))
+    if above(runs, run) != NO_RUN:
+        put(runs, run, PARENT, _0)
+    if below(runs, run) != NO_RUN:
+        put(runs, below(runs, run), PARENT, _0)
 
 
 @inlined
@@ -192,9 +223,21 @@ def free(runs: U64, run: np.uint64) -> None:
 
 
 @inlined
+def time(runs: U64) -> np.uint64:
+    """When what is used now was used, for `touch_at`."""
+    return np.uint64(runs[USED] << _32)
+
+
+@inlined
+def touch_at(runs: U64, run: np.uint64, used: np.uint64) -> None:
+    """The run was used then."""
+    put(runs, run, USED, num_holes(runs, run) | used)
+
+
+@inlined
 def touch(runs: U64, run: np.uint64) -> None:
     """The run was used now."""
-    put(runs, run, USED, num_holes(runs, run) | (runs[USED] << _32))
+    touch_at(runs, run, time(runs))
 
 
 @inlined

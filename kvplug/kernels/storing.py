@@ -70,7 +70,7 @@ def copy_blocks(
         run, before, last = runs.run_of(place), _0, runs.NO_RUN
         if runs.get(run_words, run, runs.START) == runs.depth_of(place):
             # Copies mostly come one by one, in order: go on with the run of the block before.
-            before = runs.get(run_words, run, runs.PARENT)
+            before = runs.parent_of(run_words, run)
             last = runs.run_of(value_of(table, before)) if before != _0 else runs.NO_RUN
         out_at[i] = at << _2
         seed = runs.get(run_words, run, runs.SEED)

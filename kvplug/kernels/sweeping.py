@@ -30,7 +30,7 @@ def _move(
 ) -> None:
     old = np.int64(runs.get(run_words, run, runs.SET))
     holders.retain(meta, new)
-    runs.put(run_words, run, runs.SET, np.uint64(new))
+    runs.change_set(run_words, run, new)
     holders.release(bits, meta, intern, header, old)
 
 

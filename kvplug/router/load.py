@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvplug.hashing import Hashes
 from kvplug.index.asking import NO_POOLS, Asking, one_rank_per_holder
 from kvplug.index.holdings import Holdings, Stretch
-from kvplug.kernels.matching import NUM_MASKS
+from kvplug.kernels.reach import NUM_MASKS
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]

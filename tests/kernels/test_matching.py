@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvplug.index.asking import NO_POOLS, Asking, credits_of
 from kvplug.index.holdings import Holdings, Stretch
-from kvplug.kernels import matching, runs
+from kvplug.kernels import runs
+from kvplug.kernels.reach import ANY, NUM_CLASSES
 from tests.kernels import twins
 
 NUM_RANKS = 4
@@ -22,7 +23,7 @@ holder_sets = st.frozensets(st.sampled_from([*own, *POOLS]), max_size=4)
 def asking(holdings):
     owner = np.full(128, -1, dtype=np.int64)
     for holder, (rank, each) in own.items():
-        owner[holder] = matching.NUM_CLASSES * rank + each
+        owner[holder] = NUM_CLASSES * rank + each
     listed = []
     for holder, ranks in POOLS.items():
         owner[holder] = -2 - len(listed)
@@ -56,8 +57,8 @@ def test_a_reach_is_the_contiguous_prefix_of_each_rank(stretches, num_unknown):
     holdings.check()
     asked = asking(holdings)
     held = asked.overlap(hashes, 0.0)
-    reach, credit = twins.reaches(holders_of_block, own, POOLS, CREDITS, NUM_RANKS)
-    assert held.reach.tolist() == reach
+    expected, credit = twins.reaches(holders_of_block, own, POOLS, CREDITS, NUM_RANKS)
+    assert held.reach.tolist() == expected
     np.testing.assert_allclose(held.credit, np.array(credit) * WORTH)
     halves = [hashes, hashes[: len(hashes) // 2], hashes[:0]]
     ends = np.cumsum([len(half) for half in halves])
@@ -65,7 +66,7 @@ def test_a_reach_is_the_contiguous_prefix_of_each_rank(stretches, num_unknown):
     for each, half in zip(many, halves, strict=True):
         one = asked.overlap(half, 0.0)
         assert each.reach.tolist() == one.reach.tolist()
-        assert each.depth.tolist() == one.reach[matching.ANY].tolist()
+        assert each.depth.tolist() == one.reach[ANY].tolist()
         np.testing.assert_allclose(each.credit, one.credit)
 
 
@@ -84,7 +85,7 @@ def test_holes_and_branches_are_no_part_of_a_match(removed, fork, length):
         holdings.drop(rank, trunk[block : block + 1])
         twin[rank].discard(block)
     holdings.check()
-    owner = np.arange(64) * matching.NUM_CLASSES
+    owner = np.arange(64) * NUM_CLASSES
     asked = Asking(holdings, owner, NO_POOLS, credits_of(CREDITS, np.ones(4)))
     depth = asked.overlap(trunk[:length], 0.0).depth.tolist()
     assert depth == [

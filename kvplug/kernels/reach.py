@@ -1,0 +1,229 @@
+"""How far each rank reaches in a request, from border to border of its runs.
+
+In:  the sets of holders that follow each other along a request, and who is behind each holder.
+Out: per rank, how many leading blocks it has in each class of memory, and what they are worth.
+
+Classes of memory are DEVICE, HOST, DISK and POOLED (another worker can read it); a rank leaves at
+the first block that it does not hold in any. At a border only the holders that come or go are
+looked at; what a rank has between two borders is counted when it changes. Parts for matching.py.
+Twin: plain loops over Python sets (tests/kernels/twins.py).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import holders as sets
+from kvplug.kernels._jit import inlined, trailing_zeros
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+U64 = npt.NDArray[np.uint64]
+Index = int | np.int64
+
+DEVICE, HOST, DISK, POOLED = 0, 1, 2, 3
+NUM_CLASSES = 4
+# What out_reach counts: blocks on the device; there or in host memory; ... or on disk; in any
+# class; on the device or in a pool.
+REACHES = (0b0001, 0b0011, 0b0111, 0b1111, 0b1001)
+NUM_REACHES = len(REACHES)
+ON_DEVICE, IN_HOST, ON_DISK, ANY, ON_DEVICE_OR_POOLED = range(NUM_REACHES)
+NUM_MASKS = 2**NUM_CLASSES
+# In which reaches (bits) a rank is that has a block in these classes (bits).
+_REACHES_OF = np.array(
+    [
+        sum(1 << each for each, classes in enumerate(REACHES) if has & classes)
+        for has in range(NUM_MASKS)
+    ],
+    dtype=np.int64,
+)
+
+_0, _1 = np.uint64(0), np.uint64(1)
+_STAYS = -1
+NUM_OF_RANK = 5  # words of scratch per rank, beside one per holder
+
+
+class Holders(NamedTuple):
+    """Who is behind holder h: owner[h] is 4 * rank + class for copies of one rank's own; below -1
+    it is -2 - i, where readers[i] ranks, listed from readers[i + 1] on, can read the copies in a
+    pool; -1 is nobody. credits: float64[16 + ranks], what a block is worth on a rank that has it in
+    these classes (bits), and behind that what everything is worth on each rank.
+    """
+
+    owner: I64
+    readers: I64
+    credits: F64
+
+
+class Ranks(NamedTuple):
+    """What is known of each rank on the way: of which class it has copies (bits), in how many pools
+    it finds the block, in which reaches it still is (bits), since which block, and with which block
+    it left all of them. `changed` has room for every holder.
+    """
+
+    has: I64
+    pools: I64
+    reach: I64
+    since: I64
+    left: I64
+    changed: I64
+
+
+class Out(NamedTuple):
+    """reach: int64[NUM_REACHES * ranks] by reach; credit: float64[ranks]."""
+
+    reach: I64
+    credit: F64
+
+
+@inlined
+def ranks_in(scratch: I64, num_ranks: Index) -> Ranks:
+    """Nothing is known yet; scratch: int64[NUM_OF_RANK * ranks + holders]."""
+    n = num_ranks
+    scratch[: 4 * n] = 0
+    return Ranks(
+        scratch[:n], scratch[n : 2 * n], scratch[2 * n : 3 * n], scratch[3 * n : 4 * n],
+        scratch[4 * n : 5 * n], scratch[5 * n :],
+    )  # fmt: skip
+
+
+@inlined
+def _settle(rank: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
+    """Count what the rank had up to block `at`."""
+    if ranks.left[rank] == _STAYS:
+        out.credit[rank] += holders.credits[ranks.has[rank]] * (at - ranks.since[rank])
+        ranks.since[rank] = at
+
+
+@inlined
+def _flip_pool(rank: Index, gains: bool, ranks: Ranks) -> None:
+    ranks.pools[rank] += 1 if gains else -1
+    if ranks.pools[rank] > 0:
+        ranks.has[rank] |= 1 << POOLED
+    else:
+        ranks.has[rank] &= ~(1 << POOLED)
+
+
+@inlined
+def _flip(owner: Index, gains: bool, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
+    """A holder comes or goes with block `at`."""
+    if owner >= 0:
+        rank = owner >> 2
+        _settle(rank, at, holders, ranks, out)
+        ranks.has[rank] ^= 1 << (owner & 3)
+    elif owner < -1:
+        first = -1 - owner
+        for i in range(first, first + holders.readers[first - 1]):
+            rank = holders.readers[i]
+            _settle(rank, at, holders, ranks, out)
+            _flip_pool(rank, gains, ranks)
+
+
+@inlined
+def _leave_reaches(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
+    """The rank ends where it has nothing in a reach any more; -1 if it is out of all, else 0."""
+    if ranks.left[rank] != _STAYS:
+        return 0
+    if ranks.has[rank] == 0:
+        ranks.left[rank] = at
+        return -1
+    ended = ranks.reach[rank] & ~_REACHES_OF[ranks.has[rank]]
+    ranks.reach[rank] ^= ended
+    for each in range(NUM_REACHES):
+        if ended & (1 << each) != 0:
+            out.reach[each * len(ranks.has) + rank] = at
+    return 0
+
+
+@inlined
+def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
+    """The ranks behind a holder that has come or gone; -n if n of them are out of all reaches."""
+    if owner >= 0:
+        return _leave_reaches(owner >> 2, at, ranks, out)
+    num_left: Index = 0
+    if owner < -1:
+        first = -1 - owner
+        for i in range(first, first + holders.readers[first - 1]):
+            num_left += _leave_reaches(holders.readers[i], at, ranks, out)
+    return num_left
+
+
+@inlined
+def cross_with(
+    holder: Index, now: Index, at: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks,
+    out: Out,
+) -> Index:  # fmt: skip
+    """As `cross` where only this holder comes or goes. A rank that goes with all that it had is
+    only noted, which is what most borders are.
+    """
+    owner = holders.owner[holder]
+    if owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3):
+        rank = owner >> 2
+        leaves = ranks.left[rank] == _STAYS
+        ranks.left[rank] = at if leaves else ranks.left[rank]
+        return -1 if leaves else 0
+    _flip(owner, sets.contains(bits, words, now, holder), at, holders, ranks, out)
+    return _leave(owner, at, holders, ranks, out)
+
+
+@inlined
+def cross(
+    before: Index, now: Index, at: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks,
+    out: Out,
+) -> tuple[Index, Index]:  # fmt: skip
+    """From set `before` to set `now` with block `at`: how many ranks left, as -n, and the holder
+    that came or went, -1 if there was more than one.
+    """
+    num_changed, last = 0, np.int64(-1)
+    for w in range(words):
+        members = bits[now * words + w]
+        rest = members ^ bits[before * words + w]
+        while rest != _0:
+            bit = trailing_zeros(rest)
+            rest &= rest - _1
+            last = 64 * w + np.int64(bit)
+            ranks.changed[num_changed] = holders.owner[last]
+            num_changed += 1
+            _flip(holders.owner[last], (members >> bit) & _1 != _0, at, holders, ranks, out)
+    num_left: Index = 0
+    for i in range(num_changed):
+        num_left += _leave(ranks.changed[i], at, holders, ranks, out)
+    return num_left, last if num_changed == 1 else np.int64(-1)
+
+
+@inlined
+def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks) -> Index:
+    """Who has the first block; returns how many ranks that are."""
+    for w in range(words):
+        rest = bits[now * words + w]
+        while rest != _0:
+            owner = holders.owner[64 * w + np.int64(trailing_zeros(rest))]
+            rest &= rest - _1
+            if owner >= 0:
+                ranks.has[owner >> 2] |= 1 << (owner & 3)
+            elif owner < -1:
+                first = -1 - owner
+                for i in range(first, first + holders.readers[first - 1]):
+                    _flip_pool(holders.readers[i], True, ranks)
+    num_alive = 0
+    for rank in range(len(ranks.has)):
+        ranks.reach[rank] = _REACHES_OF[ranks.has[rank]]
+        ranks.left[rank] = _STAYS if ranks.has[rank] != 0 else 0
+        num_alive += ranks.has[rank] != 0
+    return num_alive
+
+
+@inlined
+def finish(at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
+    """Whoever is still in a reach holds everything up to where it left, or to block `at`."""
+    num_ranks = len(ranks.has)
+    for rank in range(num_ranks):
+        end = at if ranks.left[rank] == _STAYS else ranks.left[rank]
+        ranks.left[rank] = end
+        worth = holders.credits[ranks.has[rank]] * (end - ranks.since[rank])
+        out.credit[rank] = (out.credit[rank] + worth) * holders.credits[NUM_MASKS + rank]
+    for each in range(NUM_REACHES):
+        row = out.reach[each * num_ranks : (each + 1) * num_ranks]
+        for rank in range(num_ranks):  # without branches, so that it is done four at a time
+            row[rank] += ((ranks.reach[rank] >> each) & 1) * (ranks.left[rank] - row[rank])
