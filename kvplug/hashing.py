@@ -45,6 +45,7 @@ HashesLike = Hashes | Sequence[int]
 BASE_SEED = 1337
 _U64 = 2**64
 _CHAIN_SEED = np.uint64(BASE_SEED)
+_HASH = np.dtype(np.uint64)
 _START = np.zeros(1, dtype=np.int64)
 
 
@@ -70,7 +71,7 @@ def as_tokens(token_ids: TokensLike) -> Tokens:
 def as_hashes(sequence_hashes: HashesLike) -> Hashes:
     """uint64[n], contiguous; raises HashingError for anything but integers in [0, 2**64)."""
     if isinstance(sequence_hashes, np.ndarray):
-        if sequence_hashes.dtype == np.uint64 and sequence_hashes.ndim == 1:
+        if sequence_hashes.dtype == _HASH and sequence_hashes.ndim == 1:
             return np.ascontiguousarray(sequence_hashes)
         return as_hashes(sequence_hashes.tolist())
     expected = "cannot use block hashes: expected integers in [0, 2**64)"

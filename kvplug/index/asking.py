@@ -55,8 +55,7 @@ class Asking:
         self.num_changes = holdings.changes.count
         self._num_ranks = len(credits) - reach.NUM_MASKS
         self._size = matching.NUM_ROWS * self._num_ranks
-        self._shape = matching.NUM_ROWS, self._num_ranks
-        scratch: I64 = np.empty(reach.NUM_OF_RANK * self._num_ranks + len(owner), dtype=np.int64)
+        scratch: I64 = np.empty(reach.num_scratch(self._num_ranks, len(owner)), dtype=np.int64)
         self.bundle = Bundle(
             holdings.table.slots, holdings.runs.words, holdings.sets.bits, holdings.sets.header,
             owner, readers, credits, scratch, *expected,
@@ -66,18 +65,14 @@ class Asking:
         """Room for an answer of matching.overlap."""
         return np.empty(self._size, dtype=np.int64)
 
-    def as_overlap(self, rows: I64) -> Overlap:
-        """What a kernel has written there."""
-        return Overlap(rows.reshape(self._shape))
-
     def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
         """What each rank holds of a request."""
         rows = self.new_rows()
         matching.overlap(sequence_hashes, now_s, self.bundle.words, rows)
-        return self.as_overlap(rows)
+        return Overlap(rows)
 
     def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float) -> list[Overlap]:
         """What each rank holds of many requests; request i has the hashes up to ends[i]."""
         rows: I64 = np.empty(len(ends) * self._size, dtype=np.int64)
         matching.overlap_many(sequence_hashes, ends, now_s, self.bundle.words, rows)
-        return [Overlap(one) for one in rows.reshape(-1, *self._shape)]
+        return [Overlap(one) for one in rows.reshape(len(ends), self._size)]

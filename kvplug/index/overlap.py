@@ -1,6 +1,6 @@
 """What each rank holds of a request, as a kernel has written it.
 
-In:  int64[NUM_ROWS, ranks] (kernels/matching.py).   Out: the rows by name, made when asked for.
+In:  int64[NUM_ROWS * ranks] (kernels/matching.py).   Out: the rows by name, made when asked for.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ class Overlap:
     on ranks of which not everything is known.
     """
 
-    __slots__ = ("_rows",)
+    __slots__ = ("_answer",)
 
-    def __init__(self, rows: I64) -> None:
-        self._rows = rows
+    def __init__(self, answer: I64) -> None:
+        self._answer = answer
+
+    @property
+    def _rows(self) -> I64:
+        return self._answer.reshape(matching.NUM_ROWS, len(self._answer) // matching.NUM_ROWS)
 
     @classmethod
     def empty(cls, num_ranks: int) -> Overlap:
         """Nobody holds anything."""
-        return cls(np.zeros((matching.NUM_ROWS, num_ranks), dtype=np.int64))
+        return cls(np.zeros(matching.NUM_ROWS * num_ranks, dtype=np.int64))
 
     @property
     def depth(self) -> I64:

@@ -146,7 +146,7 @@ def fill_overlap(
     hashes: U64, path: Path, bits: U64, words: Index, holders: Holders, scratch: I64, out: Out
 ) -> None:
     """What each rank holds of a request; scratch as for reach.ranks_in."""
-    out.reach[:], out.credit[:] = 0, 0.0
+    out.credit[:] = 0.0
     ranks = reach.ranks_in(scratch, len(out.credit))
     at: Index = 0
     num_alive: Index = 0
@@ -158,14 +158,17 @@ def fill_overlap(
             break
         if at == 0:
             now = np.int64(runs.get(path.runs, run, runs.SET))
-            num_alive = reach.enter(now, bits, words, holders, ranks)
+            num_alive = reach.enter(now, bits, words, holders, ranks, out)
         else:
             num_alive += _cross(above, run, end >= 0, at, path, bits, words, holders, ranks, out)
         if num_alive == 0:
             break
         runs.touch_at(path.runs, run, time)
         at = 1 + (last_of_run(path, hashes, at, run) if end < 0 else end)
-    reach.finish(at, holders, ranks, out)
+    if at == 0:
+        out.reach[:] = 0
+    else:
+        reach.finish(at, holders, ranks, out)
 
 
 @inlined

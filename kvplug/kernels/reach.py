@@ -40,8 +40,9 @@ _REACHES_OF = np.array(
 )
 
 _0, _1 = np.uint64(0), np.uint64(1)
+_EVERY_REACH = 2**NUM_REACHES - 1
 _STAYS = -1
-NUM_OF_RANK = 5  # words of scratch per rank, beside one per holder
+_NUM_OF_RANK = 5
 
 
 class Holders(NamedTuple):
@@ -59,7 +60,8 @@ class Holders(NamedTuple):
 class Ranks(NamedTuple):
     """What is known of each rank on the way: of which class it has copies (bits), in how many pools
     it finds the block, in which reaches it still is (bits), since which block, and with which block
-    it left all of them. `changed` has room for every holder.
+    it left all of them. is_mixed[0]: whether any rank is in some reaches and not in the others,
+    for which the rows of the answer are kept on the way. `changed` has room for every holder.
     """
 
     has: I64
@@ -67,6 +69,7 @@ class Ranks(NamedTuple):
     reach: I64
     since: I64
     left: I64
+    is_mixed: I64
     changed: I64
 
 
@@ -77,15 +80,29 @@ class Out(NamedTuple):
     credit: F64
 
 
+def num_scratch(num_ranks: int, num_holders: int) -> int:
+    """Words that `ranks_in` needs."""
+    return _NUM_OF_RANK * num_ranks + 1 + num_holders
+
+
 @inlined
 def ranks_in(scratch: I64, num_ranks: Index) -> Ranks:
-    """Nothing is known yet; scratch: int64[NUM_OF_RANK * ranks + holders]."""
-    n = num_ranks
-    scratch[: 4 * n] = 0
+    """Nobody has anything yet; scratch: int64[num_scratch]."""
+    n, end = num_ranks, _NUM_OF_RANK * num_ranks
+    scratch[: 2 * n + 1] = 0
     return Ranks(
-        scratch[:n], scratch[n : 2 * n], scratch[2 * n : 3 * n], scratch[3 * n : 4 * n],
-        scratch[4 * n : 5 * n], scratch[5 * n :],
+        scratch[1 : n + 1], scratch[n + 1 : 2 * n + 1], scratch[2 * n + 1 : 3 * n + 1],
+        scratch[3 * n + 1 : 4 * n + 1], scratch[4 * n + 1 : end + 1], scratch[:1],
+        scratch[end + 1 :],
     )  # fmt: skip
+
+
+@inlined
+def _mix(ranks: Ranks, out: Out) -> None:
+    """From now on rows count."""
+    if ranks.is_mixed[0] == 0:
+        ranks.is_mixed[0] = 1
+        out.reach[:] = 0
 
 
 @inlined
@@ -129,10 +146,12 @@ def _leave_reaches(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
         ranks.left[rank] = at
         return -1
     ended = ranks.reach[rank] & ~_REACHES_OF[ranks.has[rank]]
-    ranks.reach[rank] ^= ended
-    for each in range(NUM_REACHES):
-        if ended & (1 << each) != 0:
-            out.reach[each * len(ranks.has) + rank] = at
+    if ended != 0:
+        _mix(ranks, out)
+        ranks.reach[rank] ^= ended
+        for each in range(NUM_REACHES):
+            if ended & (1 << each) != 0:
+                out.reach[each * len(ranks.has) + rank] = at
     return 0
 
 
@@ -193,7 +212,7 @@ def cross(
 
 
 @inlined
-def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks) -> Index:
+def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """Who has the first block; returns how many ranks that are."""
     for w in range(words):
         rest = bits[now * words + w]
@@ -206,11 +225,15 @@ def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks) -
                 first = -1 - owner
                 for i in range(first, first + holders.readers[first - 1]):
                     _flip_pool(holders.readers[i], True, ranks)
-    num_alive = 0
+    num_alive, num_mixed = 0, 0
     for rank in range(len(ranks.has)):
-        ranks.reach[rank] = _REACHES_OF[ranks.has[rank]]
-        ranks.left[rank] = _STAYS if ranks.has[rank] != 0 else 0
-        num_alive += ranks.has[rank] != 0
+        reach = _REACHES_OF[np.uint64(ranks.has[rank])]
+        ranks.reach[rank], ranks.since[rank] = reach, 0
+        ranks.left[rank] = _STAYS if reach != 0 else 0
+        num_alive += reach != 0
+        num_mixed += reach != 0 and reach != _EVERY_REACH
+    if num_mixed > 0:
+        _mix(ranks, out)
     return num_alive
 
 
@@ -218,12 +241,18 @@ def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks) -
 def finish(at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
     """Whoever is still in a reach holds everything up to where it left, or to block `at`."""
     num_ranks = len(ranks.has)
+    worths = holders.credits[NUM_MASKS:]
     for rank in range(num_ranks):
         end = at if ranks.left[rank] == _STAYS else ranks.left[rank]
         ranks.left[rank] = end
-        worth = holders.credits[ranks.has[rank]] * (end - ranks.since[rank])
-        out.credit[rank] = (out.credit[rank] + worth) * holders.credits[NUM_MASKS + rank]
+        worth = holders.credits[np.uint64(ranks.has[rank])] * (end - ranks.since[rank])
+        out.credit[rank] = (out.credit[rank] + worth) * worths[rank]
     for each in range(NUM_REACHES):
         row = out.reach[each * num_ranks : (each + 1) * num_ranks]
-        for rank in range(num_ranks):  # without branches, so that it is done four at a time
-            row[rank] += ((ranks.reach[rank] >> each) & 1) * (ranks.left[rank] - row[rank])
+        # Without branches for each rank, so that it is done some at a time.
+        if ranks.is_mixed[0] == 0:
+            for rank in range(num_ranks):
+                row[rank] = ranks.left[rank]
+        else:
+            for rank in range(num_ranks):
+                row[rank] += ((ranks.reach[rank] >> each) & 1) * (ranks.left[rank] - row[rank])

@@ -69,4 +69,4 @@ def price(
         tokens, block_size, np.uint64(seed), now_s, weight, asked.bundle.words, live.bundle.words,
         load.prefill_tokens, load.active_blocks, hashes, held, active, costs,
     )  # fmt: skip
-    return Priced(hashes, asked.as_overlap(held), costs)
+    return Priced(hashes, Overlap(held), costs)
