@@ -48,7 +48,6 @@ class HashScheme(ABC):
         """How many blocks are full."""
         return num_tokens // self.block_size
 
-    @abstractmethod
     def sequence_hashes(
         self,
         tokens: Tokens,
@@ -61,6 +60,13 @@ class HashScheme(ABC):
 
         Raises HashingError for a namespace, parents or keys that the scheme does not define.
         """
+        return self._hash(tokens, namespace, parent, extra_keys)
+
+    @abstractmethod
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
+    ) -> Hashes:
+        """What `sequence_hashes` promises; nothing is left out."""
 
     def sequence_hashes_many(
         self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace] | None = None

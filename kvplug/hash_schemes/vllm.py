@@ -67,7 +67,7 @@ def event_id(digest: bytes) -> EngineHash:
 
 
 class VllmScheme(HashScheme):
-    """One of vLLM's algorithms with the seed of one fleet."""
+    """One of vLLM's algorithms with the seed of one fleet; a parent is a digest."""
 
     def __init__(
         self,
@@ -106,15 +106,10 @@ class VllmScheme(HashScheme):
             digests.append(digest)
         return digests
 
-    def sequence_hashes(
-        self,
-        tokens: Tokens,
-        namespace: Namespace = NO_NAMESPACE,
-        *,
-        parent: Parent | None = None,
-        extra_keys: ExtraKeys = (),
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
     ) -> Hashes:
-        """uint64[len(tokens) // block_size], the ids in events; `parent` is a digest."""
+        """The ids in events."""
         digests = self.digests(tokens, namespace, parent=parent, extra_keys=extra_keys)
         return np.array([event_id(digest) for digest in digests], dtype=np.uint64)
 
