@@ -15,6 +15,7 @@ from kvplug.errors import ConfigError
 from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 
+_MAX_COUNT = 2**63 - 1
 _ROUTER, _SERVER = RouterConfig(), ServerConfig(workers=(WorkerSpec(url="http://127.0.0.1"),))
 
 
@@ -164,14 +165,25 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _count(text: str) -> int:
+    """What the tables of an index can count to; Bounds knows how little is too little."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = _MAX_COUNT + 1
+    if number > _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
+    return number
+
+
 def _add_index_bounds(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--max-index-blocks",
-        type=int,
+        type=_count,
         help="distinct blocks that each index holds at most; the tails used longest ago go first",
     )
-    add("--max-index-bytes", type=int, help="memory that each index takes at most")
+    add("--max-index-bytes", type=_count, help="memory that each index takes at most")
 
 
 def _add_approximation(group: argparse._ArgumentGroup) -> None:
