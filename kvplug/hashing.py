@@ -94,11 +94,13 @@ def _as_array(numbers: Sequence[int], typecode: str, expected: str) -> npt.NDArr
     return np.frombuffer(values, dtype=f"=u{values.itemsize}")
 
 
-def checked_block_size(block_size: int) -> int:
+def checked_block_size(block_size: object) -> int:
     """`block_size` if it can be one; raises ConfigError."""
+    if not isinstance(block_size, int | np.integer):
+        raise ConfigError(f"block_size must be a whole number, got {block_size!r}")
     if not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {block_size}")
-    return block_size
+    return int(block_size)
 
 
 def checked_ends(ends: Ends, total: int, what: str = "tokens") -> Ends:

@@ -128,7 +128,8 @@ def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 def test_parents_of_another_kind_are_refused(name):
-    for parent in [7, b"8 bytes.", b""] if name in ALGORITHMS else [b"8 bytes.", b"", -1, 2**64]:
+    others = [7] if name in ALGORITHMS else [-1, 2**64]
+    for parent in [b"8 bytes.", b"", 1.5, float("nan"), "7", [], *others]:
         with pytest.raises(HashingError, match=f"{name} continues from a"):
             scheme_of(name).sequence_hashes(as_tokens(range(4)), parent=parent)
 
@@ -136,11 +137,24 @@ def test_parents_of_another_kind_are_refused(name):
 @pytest.mark.parametrize(
     ("name", "key"),
     [("xxh3", -1), ("xxh3", 2**64), ("xxh3", b"x"), ("xxh3", ("a", 1)), ("fnv1a", 7)]
-    + [(name, key) for name in ALGORITHMS for key in (7, "a", ("a",), (1, "a"))],
+    + [(name, key) for name in ALGORITHMS for key in (7, "a", ("a",), (1, "a"))]
+    + [(name, key) for name in SCHEME_NAMES for key in (1.5, None, "", ("a", True), ("a", 2**63))],
 )  # fmt: skip
 def test_extra_keys_of_another_kind_are_refused(name, key):
-    with pytest.raises(HashingError):
+    with pytest.raises(HashingError, match=r"extra keys"):
         scheme_of(name).sequence_hashes(as_tokens(range(4)), extra_keys=[[key]])
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize("keys", [None, 5, "ab", [None], [5], ["ab"], [b"x"], {0: [1]}])
+def test_extra_keys_that_are_not_by_block_are_refused(name, keys):
+    with pytest.raises(HashingError, match="extra keys are sequences of keys, one a block, got"):
+        scheme_of(name).sequence_hashes(as_tokens(range(4)), extra_keys=keys)
+
+
+def test_digests_refuse_the_same_extra_keys():
+    with pytest.raises(HashingError, match=r"one a block, got \[7\]"):
+        scheme_of("sha256").digests(as_tokens(range(4)), extra_keys=[7])
 
 
 @pytest.mark.parametrize("namespace", [Namespace("adapter"), Namespace(salt="salt")])
@@ -156,9 +170,26 @@ def test_an_adapter_of_an_unknown_path_is_refused():
         scheme_of("sha256", lora_paths={"a": "/a"}).sequence_hashes(as_tokens([1]), Namespace("b"))
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown hash scheme 'md5'.*xxh3, fnv1a, sha256, sha"):
-        scheme_named("md5", block_size=4)
+@pytest.mark.parametrize("name", ["md5", "", "SHA256", None, 5, b"xxh3", ["xxh3"]])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError) as refused:
+        scheme_named(name, block_size=4)
+    known = "xxh3, fnv1a, sha256, sha256_cbor, xxhash, xxhash_cbor"
+    assert str(refused.value) == f"unknown hash scheme {name!r}, expected one of {known}"
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize("size", [0, -1, 65537, 2**70, 1.5, 4.0, float("nan"), "16", None])
+def test_a_block_size_that_is_none_is_refused(name, size):
+    with pytest.raises(ConfigError, match=r"block_size must be (in \[1, 65536\]|a whole number)"):
+        scheme_of(name, size)
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_a_block_size_may_be_one_of_numpy(name):
+    tokens = as_tokens(range(8))
+    one, other = (scheme_of(name, size).sequence_hashes(tokens) for size in (4, np.int64(4)))
+    assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize(
@@ -170,11 +201,38 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         ("sha256", {"bigrams": True}, "sha256 has no bigrams"),
         ("xxhash_cbor", {}, "xxhash_cbor needs hash_seed"),
         ("sha256", {"block_size": 0}, "block_size must be in"),
+        *(
+            ("sha256", {"hash_seed": seed}, "hash_seed must be text or a whole number, got")
+            for seed in (1.5, float("nan"), True, b"0", [1])
+        ),
+        *(
+            ("sha256", {"lora_paths": paths}, "lora_paths maps adapter names to paths, got")
+            for paths in ("a", ["a"], 5)
+        ),
+        *(
+            ("sha256", {"lora_paths": paths}, "lora_paths maps text to text, got")
+            for paths in ({"a": None}, {1: "a"}, {"a": b"x"}, {"a": Path("x")})
+        ),
     ],
 )
 def test_settings_that_a_scheme_does_not_have_are_refused(name, how, message):
     with pytest.raises(ConfigError, match=message):
         scheme_named(name, **{"block_size": 4, **how})
+
+
+HALF_A_CHARACTER = r"cannot hash '\\ud800': expected Unicode"
+
+
+def test_a_hash_seed_of_half_characters_is_refused():
+    with pytest.raises(HashingError, match=HALF_A_CHARACTER):
+        scheme_named("sha256_cbor", block_size=4, hash_seed="\ud800")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_path_of_half_characters_is_refused(name):
+    scheme = scheme_of(name, lora_paths={"a": "\ud800"})
+    with pytest.raises(HashingError, match=HALF_A_CHARACTER):
+        scheme.sequence_hashes(as_tokens(range(4)), Namespace("a"))
 
 
 def test_a_hash_seed_may_be_a_number():

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvplug.hashing import Tokens
+from kvplug.hashing import Tokens, utf8
 from kvplug.kernels import cbor as kernels
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = range(0, 5 << 5, 1 << 5)
@@ -45,7 +45,7 @@ def dumps(value: Value) -> bytes:
         case bytes():
             return _head(_BYTES, len(value)) + value
         case str():
-            text = value.encode()
+            text = utf8(value)
             return _head(_TEXT, len(text)) + text
         case tuple():
             return _head(_ARRAY, len(value)) + b"".join(map(dumps, value))

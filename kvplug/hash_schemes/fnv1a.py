@@ -14,14 +14,7 @@ import numpy as np
 
 from kvplug.errors import HashingError
 from kvplug.events import Namespace
-from kvplug.hash_schemes.scheme import (
-    NO_NAMESPACE,
-    ExtraKeys,
-    HashScheme,
-    Parent,
-    hash_of,
-    namespaces_of,
-)
+from kvplug.hash_schemes.scheme import ExtraKeys, HashScheme, Parent, hash_of, namespaces_of
 from kvplug.hashing import Ends, HashedSequences, Hashes, Tokens, checked_ends
 from kvplug.kernels import fnv1a as kernels
 
@@ -29,15 +22,9 @@ from kvplug.kernels import fnv1a as kernels
 class Fnv1a(HashScheme):
     """64-bit FNV-1a over tokens, chained."""
 
-    def sequence_hashes(
-        self,
-        tokens: Tokens,
-        namespace: Namespace = NO_NAMESPACE,
-        *,
-        parent: Parent | None = None,
-        extra_keys: ExtraKeys = (),
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
     ) -> Hashes:
-        """uint64[len(tokens) // block_size]."""
         self._refuse(namespace, extra_keys)
         hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
         before = np.uint64(hash_of(parent, self.name) or 0)

@@ -37,8 +37,14 @@ def scheme_named(
     if bigrams and name != "xxh3":
         raise ConfigError(f"hash scheme {name} has no bigrams: only xxh3 does")
     if name in vllm.ALGORITHMS:
-        seed = None if hash_seed is None else str(hash_seed)
+        seed = None if hash_seed is None else _as_text(hash_seed)
         return vllm.VllmScheme(name, block_size, hash_seed=seed, lora_paths=lora_paths)
     if hash_seed is not None or lora_paths:
         raise ConfigError(f"hash scheme {name} has no hash seed and no LoRA paths: vLLM's have")
     return Fnv1a(name, block_size) if name == "fnv1a" else Xxh3(name, block_size, bigrams=bigrams)
+
+
+def _as_text(hash_seed: str | int) -> str:
+    if isinstance(hash_seed, bool) or not isinstance(hash_seed, str | int):
+        raise ConfigError(f"hash_seed must be text or a whole number, got {hash_seed!r}")
+    return str(hash_seed)

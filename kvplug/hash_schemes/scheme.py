@@ -48,7 +48,6 @@ class HashScheme(ABC):
         """How many blocks are full."""
         return num_tokens // self.block_size
 
-    @abstractmethod
     def sequence_hashes(
         self,
         tokens: Tokens,
@@ -61,6 +60,13 @@ class HashScheme(ABC):
 
         Raises HashingError for a namespace, parents or keys that the scheme does not define.
         """
+        return self._hash(tokens, namespace, parent, checked_keys(extra_keys))
+
+    @abstractmethod
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
+    ) -> Hashes:
+        """What `sequence_hashes` promises; nothing is left out."""
 
     def sequence_hashes_many(
         self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace] | None = None
@@ -89,8 +95,21 @@ def namespaces_of(namespaces: Sequence[Namespace] | None, num_sequences: int) ->
     return list(namespaces)
 
 
-def hash_of(parent: Parent | None, name: str) -> SequenceHash | None:
+def hash_of(parent: object, name: str) -> SequenceHash | None:
     """The parent of a scheme that continues from 64 bits; raises HashingError for another one."""
-    if isinstance(parent, bytes) or (parent is not None and not 0 <= parent < 2**64):
+    if parent is None:
+        return None
+    if not isinstance(parent, int | np.integer) or not 0 <= parent < 2**64:
         raise HashingError(f"{name} continues from a hash in [0, 2**64), got {parent!r}")
-    return parent
+    return SequenceHash(int(parent))
+
+
+def checked_keys(extra_keys: ExtraKeys) -> ExtraKeys:
+    """The same; raises HashingError unless they are sequences of keys, one for each block."""
+    if not _is_sequence(extra_keys) or not all(map(_is_sequence, extra_keys)):
+        raise HashingError(f"extra keys are sequences of keys, one a block, got {extra_keys!r}")
+    return extra_keys
+
+
+def _is_sequence(keys: object) -> bool:
+    return isinstance(keys, Sequence) and not isinstance(keys, str | bytes)

@@ -30,7 +30,14 @@ import xxhash
 from kvplug.errors import ConfigError, HashingError
 from kvplug.events import EngineHash, Namespace
 from kvplug.hash_schemes import cbor
-from kvplug.hash_schemes.scheme import NO_NAMESPACE, ExtraKey, ExtraKeys, HashScheme, Parent
+from kvplug.hash_schemes.scheme import (
+    NO_NAMESPACE,
+    ExtraKey,
+    ExtraKeys,
+    HashScheme,
+    Parent,
+    checked_keys,
+)
 from kvplug.hashing import Hashes, Tokens, utf8
 
 _DEFAULT_SEED: Final = "vllm-none-hash"
@@ -67,7 +74,7 @@ def event_id(digest: bytes) -> EngineHash:
 
 
 class VllmScheme(HashScheme):
-    """One of vLLM's algorithms with the seed of one fleet."""
+    """One of vLLM's algorithms with the seed of one fleet; a parent is a digest."""
 
     def __init__(
         self,
@@ -79,6 +86,7 @@ class VllmScheme(HashScheme):
     ) -> None:
         """`lora_paths`: where vLLM has each adapter from; hashed, too, and in no event."""
         super().__init__(name, block_size)
+        self._lora_paths = _checked_paths(lora_paths or {})
         if hash_seed is None and name.startswith("xxhash"):
             raise ConfigError(
                 f"{name} needs hash_seed, the PYTHONHASHSEED of the engines: without it each vLLM "
@@ -86,7 +94,6 @@ class VllmScheme(HashScheme):
             )
         self._algorithm = ALGORITHMS[name]
         self._no_parent = self._algorithm.digest(_DEFAULT_SEED if hash_seed is None else hash_seed)
-        self._lora_paths = dict(lora_paths or {})
 
     def digests(
         self,
@@ -97,6 +104,7 @@ class VllmScheme(HashScheme):
         extra_keys: ExtraKeys = (),
     ) -> list[bytes]:
         """One per full block: 32 bytes (SHA-256) or 16 (XXH3); `parent` is such a digest."""
+        extra_keys = checked_keys(extra_keys)
         lora, salt = self._lora_keys(namespace), _salt_keys(namespace, parent)
         digest, digests = self._digest_before(parent), []
         for i, block in enumerate(self._algorithm.blocks(tokens, self.block_size)):
@@ -106,15 +114,10 @@ class VllmScheme(HashScheme):
             digests.append(digest)
         return digests
 
-    def sequence_hashes(
-        self,
-        tokens: Tokens,
-        namespace: Namespace = NO_NAMESPACE,
-        *,
-        parent: Parent | None = None,
-        extra_keys: ExtraKeys = (),
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
     ) -> Hashes:
-        """uint64[len(tokens) // block_size], the ids in events; `parent` is a digest."""
+        """The ids in events."""
         digests = self.digests(tokens, namespace, parent=parent, extra_keys=extra_keys)
         return np.array([event_id(digest) for digest in digests], dtype=np.uint64)
 
@@ -141,6 +144,15 @@ class VllmScheme(HashScheme):
         return (("lora", _own(name), _own(self._lora_paths[name])),)
 
 
+def _checked_paths(lora_paths: object) -> dict[str, str]:
+    if not isinstance(lora_paths, Mapping):
+        raise ConfigError(f"lora_paths maps adapter names to paths, got {lora_paths!r}")
+    for name, path in lora_paths.items():
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise ConfigError(f"lora_paths maps text to text, got {name!r}: {path!r}")
+    return dict(lora_paths)
+
+
 def _salt_keys(namespace: Namespace, parent: Parent | None) -> tuple[cbor.Value, ...]:
     # Later blocks get the salt through the chain.
     return (("cache_salt", _own(namespace.salt)),) if namespace.salt and parent is None else ()
@@ -152,7 +164,7 @@ def _tagged(keys: Sequence[ExtraKey]) -> tuple[list[cbor.Value], list[cbor.Value
     embeds: list[cbor.Value] = []
     for key in keys:
         match key:
-            case (str(identifier), int(offset)):
+            case (str(identifier), int(offset)) if _is_offset(offset):
                 items.append(("mm", _own(identifier), offset))
             case bytes():
                 embeds.append(("prompt_embeds", key))
@@ -161,6 +173,11 @@ def _tagged(keys: Sequence[ExtraKey]) -> tuple[list[cbor.Value], list[cbor.Value
                     f"extra keys of vLLM are (identifier, offset) or bytes, got {key!r}"
                 )
     return items, embeds
+
+
+def _is_offset(number: int) -> bool:
+    """Pickle tells True from 1, and canonical CBOR has no head for more than 64 bits."""
+    return not isinstance(number, bool) and abs(number) < 2**63
 
 
 def _own(text: str) -> str:

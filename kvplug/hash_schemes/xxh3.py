@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from kvplug.errors import HashingError
 from kvplug.events import Namespace
 from kvplug.hash_schemes.scheme import (
-    NO_NAMESPACE,
     ExtraKey,
     ExtraKeys,
     HashScheme,
@@ -24,7 +23,10 @@ from kvplug.hashing import BlockHasher, Ends, HashedSequences, Hashes, Tokens, s
 
 
 class Xxh3(HashScheme):
-    """XXH3-64; with `bigrams` over windows of block_size + 1 tokens, as with EAGLE."""
+    """XXH3-64; with `bigrams` over windows of block_size + 1 tokens, as with EAGLE.
+
+    Extra keys are u64 numbers.
+    """
 
     def __init__(self, name: str, block_size: int, *, bigrams: bool = False) -> None:
         super().__init__(name, block_size)
@@ -34,15 +36,9 @@ class Xxh3(HashScheme):
         """How many blocks are full, with the token after them if they are bigrams."""
         return self._hasher.num_blocks(num_tokens)
 
-    def sequence_hashes(
-        self,
-        tokens: Tokens,
-        namespace: Namespace = NO_NAMESPACE,
-        *,
-        parent: Parent | None = None,
-        extra_keys: ExtraKeys = (),
+    def _hash(
+        self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
     ) -> Hashes:
-        """uint64[num_blocks(len(tokens))]; extra keys are u64 numbers."""
         return self._hasher.sequence_hashes(
             tokens,
             seed_of(namespace),

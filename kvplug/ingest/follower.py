@@ -16,8 +16,9 @@ from collections.abc import Callable
 from kvplug import codec
 from kvplug.errors import DecodeError
 from kvplug.events import Rank
+from kvplug.ingest.applied_messages import Message
 from kvplug.ingest.applier import Applier
-from kvplug.ingest.repair import Message, Repair
+from kvplug.ingest.repair import Repair
 from kvplug.ingest.repair_settings import RepairSettings
 from kvplug.ingest.replay_order import ReplayOrder
 from kvplug.ingest.skips import Skips

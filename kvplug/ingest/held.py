@@ -9,7 +9,7 @@ from itertools import pairwise
 
 
 class HeldMessages:
-    """add, take; len."""
+    """add, drop, take; has_up_to, is_rising; len."""
 
     def __init__(self, max_bytes: int) -> None:
         self._messages: list[tuple[int, bytes]] = []
@@ -28,13 +28,17 @@ class HeldMessages:
         """Whether a message with at most this number waits."""
         return number is not None and any(held <= number for held, _ in self._messages)
 
-    def take(self, first: int = 0) -> list[tuple[int, bytes]]:
-        """The messages from the first-th on; none is held any more."""
-        messages = self._messages[first:]
+    def is_rising(self) -> bool:
+        """Whether none overtook another."""
+        return all(one[0] < other[0] for one, other in pairwise(self._messages))
+
+    def drop(self, num_messages: int) -> None:
+        """Leave out the first ones."""
+        self._num_bytes -= sum(len(payload) for _, payload in self._messages[:num_messages])
+        del self._messages[:num_messages]
+
+    def take(self) -> list[tuple[int, bytes]]:
+        """All messages; none is held any more."""
+        messages = self._messages
         self._messages, self._num_bytes = [], 0
         return messages
-
-
-def is_rising(messages: list[tuple[int, bytes]]) -> bool:
-    """Whether none overtook another."""
-    return all(one[0] < other[0] for one, other in pairwise(messages))

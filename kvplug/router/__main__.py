@@ -11,8 +11,8 @@ def main() -> int:
     try:
         import uvloop
 
-        from kvplug.kernels import compile_all
         from kvplug.server.cli import parse
+        from kvplug.server.compilation import compile_kernels
         from kvplug.server.diagnosis import doctor
         from kvplug.server.service import serve
     except ModuleNotFoundError as error:
@@ -26,7 +26,7 @@ def main() -> int:
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    compile_all()  # before the first request and the first event, not during them
+    compile_kernels()  # before the first request and the first event, not during them
     try:
         uvloop.run(serve(config))
     except KvplugError as error:

@@ -2,6 +2,7 @@
 
 config         ServerConfig, WorkerSpec
 cli            command line -> ServerConfig
+compilation    of the kernels, before anything is served
 service        start, serve, stop
 app            the HTTP routes
 proxy          one request to a worker and back

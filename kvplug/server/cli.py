@@ -15,6 +15,7 @@ from kvplug.errors import ConfigError
 from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 
+_MAX_COUNT = 2**63 - 1
 _ROUTER, _SERVER = RouterConfig(), ServerConfig(workers=(WorkerSpec(url="http://127.0.0.1"),))
 
 
@@ -70,26 +71,44 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serving(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
+    _add_engines(group)
+    _add_door(group)
+    _add_patience(group)
+    _add_reports(group)
+
+
+def _add_engines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]",
         help="an engine and where it publishes its KV events; repeat for each engine",
     )
-    add(
+    group.add_argument(
         "--events-bind",
         metavar="ENDPOINT",
         help="where engines connect to that do not let the router connect to them",
     )
+
+
+def _add_door(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--host", default=_SERVER.host, help="address to listen on")
     add("--port", type=int, default=_SERVER.port, help="port to listen on; 0 takes a free one")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer.json and chat template")
     add("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="largest request body")
+
+
+def _add_patience(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
     add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
     add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
+
+
+def _add_reports(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--audit-sample",
         type=float,
@@ -101,6 +120,13 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_routing(group: argparse._ArgumentGroup) -> None:
+    _add_mode(group)
+    _add_costs(group)
+    _add_index_bounds(group)
+    _add_approximation(group)
+
+
+def _add_mode(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--router-mode",
@@ -115,6 +141,10 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="tokens per block of workers that name none (default: what their events say)",
     )
+
+
+def _add_costs(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--kv-overlap-score-weight",
         type=float,
@@ -133,16 +163,31 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         default=_ROUTER.speculative_ttl_s,
         help="how long a routed prompt counts as cached until the engine says so; 0 is off",
     )
+
+
+def _count(text: str) -> int:
+    """What the tables of an index can count to; Bounds knows how little is too little."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = _MAX_COUNT + 1
+    if number > _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
+    return number
+
+
+def _add_index_bounds(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--max-index-blocks",
-        type=int,
+        type=_count,
         help="distinct blocks that each index holds at most; the tails used longest ago go first",
     )
-    add(
-        "--max-index-bytes",
-        type=int,
-        help="memory that each index takes at most",
-    )
+    add("--max-index-bytes", type=_count, help="memory that each index takes at most")
+
+
+def _add_approximation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add(
         "--no-kv-events",
         dest="use_kv_events",

@@ -20,27 +20,13 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.applied import Refusal
 from kvplug.index.block_index import BlockIndex
 from kvplug.kernels import runs
-
-A, B = Rank("a"), Rank("b")
-TOKENS = tuple(range(16))  # four blocks of four
+from tests.index.four_blocks import TOKENS, A, B, apply, hashes_of, index_of, stored
 
 
 @pytest.fixture
 def index():
-    index = BlockIndex(4)
-    index.add_rank(A)
-    index.add_rank(B)
-    yield index
-    index.check()
-
-
-def stored(*names, tokens=TOKENS, start=0, parent=None, **more):
-    chunk = tokens[4 * start : 4 * (start + len(names))]
-    return BlockStored(block_hashes=names, token_ids=chunk, block_size=4, parent=parent, **more)
-
-
-def apply(index, rank, *events):
-    return index.apply(rank, EventBatch(events=events))
+    with index_of(A, B) as index:
+        yield index
 
 
 def depth(index, rank, tokens=TOKENS, namespace=Namespace()):  # noqa: B008 - immutable
@@ -101,8 +87,7 @@ def test_a_child_inherits_the_namespace_of_its_parent(index):
 
 def test_a_copy_in_host_memory_is_worth_less(index):
     apply(index, A, stored(1, 2), stored(3, 4, start=2, parent=2, tier=Tier.HOST))
-    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
-    overlap = index.overlap(hashes, now_s=0.0)
+    overlap = index.overlap(hashes_of(index), now_s=0.0)
     assert overlap.depth.tolist() == [4, 0]
     assert overlap.credit.tolist() == [2 + 2 * 0.75, 0]
 
@@ -167,9 +152,9 @@ def test_many_ranks_and_blocks_make_everything_grow():
         rank = Rank(f"w{number}")
         index.add_rank(rank)
         names = tuple(range(1, 1001 - number))
-        apply(index, rank, stored(*names, tokens=tokens))
+        index.apply(rank, EventBatch(events=(stored(*names, tokens=tokens),)))
     index.check()
-    overlap = index.overlap(index.hasher.sequence_hashes(as_tokens(tokens)), now_s=0.0)
+    overlap = index.overlap(hashes_of(index, tokens), now_s=0.0)
     assert overlap.depth.tolist() == [1000 - number for number in range(num_ranks)]
     for number in range(num_ranks):
         index.remove_worker(f"w{number}")

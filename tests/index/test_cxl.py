@@ -7,7 +7,6 @@ from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
     BlockRemoved,
-    BlockStored,
     CxlMetadata,
     CxlState,
     CxlStateTransition,
@@ -15,15 +14,13 @@ from kvplug.events import (
     Rank,
     Tier,
 )
-from kvplug.hashing import as_tokens
-from kvplug.index.block_index import BlockIndex
 from kvplug.index.cxl_states import CxlStates
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.pools import MAX_PLACEMENTS, Placement, Placements
+from tests.index.four_blocks import apply, hashes_of, index_of, stored
 
 PREFILL, DECODE_1, DECODE_2 = Rank("prefill"), Rank("decode-1"), Rank("decode-2")
 DECODERS = ("decode-1", "decode-2")
-TOKENS = tuple(range(16))  # four blocks of four
 LOCAL, POOLED, IN_TRANSIT, EVICTED = (
     CxlState.LOCAL_GPU,
     CxlState.CXL_POOLED,
@@ -34,35 +31,14 @@ LOCAL, POOLED, IN_TRANSIT, EVICTED = (
 
 @pytest.fixture
 def index():
-    index = BlockIndex(4)
-    for rank in (PREFILL, DECODE_1, DECODE_2):
-        index.add_rank(rank)
-    yield index
-    index.check()
-    for worker in ("prefill", "decode-1", "decode-2"):
-        index.remove_worker(worker)
-    index.check()
-    assert (len(index), len(index.cxl.states), len(index.cxl.placements)) == (0, 0, 0)
-
-
-def stored(*names, **more):
-    return BlockStored(block_hashes=names, token_ids=TOKENS[: 4 * len(names)], block_size=4, **more)
+    with index_of(PREFILL, DECODE_1, DECODE_2) as index:
+        yield index
 
 
 def moved(state, *names, pool=None, workers=None):
     return CxlStateTransition(
         block_hashes=names, new_state=state, pool_id=pool, accessible_workers=workers
     )
-
-
-def apply(index, rank, *events):
-    applied = index.apply(rank, EventBatch(events=events))
-    index.check()
-    return applied
-
-
-def hashes_of(index):
-    return index.hasher.sequence_hashes(as_tokens(TOKENS))
 
 
 def overlap(index):
@@ -92,8 +68,7 @@ def test_blocks_go_from_the_prefill_worker_into_the_pool(index):
 def test_a_decode_worker_extends_what_it_reads_in_the_pool(index):
     apply(index, PREFILL, stored(1, 2, 3))
     pool(index, 1, 2, 3, workers=("decode-1",))
-    more = BlockStored(block_hashes=(4,), token_ids=TOKENS[12:], block_size=4, parent=3)
-    apply(index, DECODE_1, more)
+    apply(index, DECODE_1, stored(4, start=3, parent=3))
     assert overlap(index).cxl_accessible.tolist() == [3, 4, 0]
 
 

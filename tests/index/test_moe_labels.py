@@ -8,44 +8,23 @@ from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
     BlockRemoved,
-    BlockStored,
     CxlState,
     CxlStateTransition,
     EventBatch,
     MoeLabel,
-    Rank,
     Tier,
 )
-from kvplug.hashing import as_tokens
 from kvplug.index.applied import Applied
-from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
+from tests.index.four_blocks import A, B, apply, hashes_of, index_of, stored
 
-A, B = Rank("a"), Rank("b")
-TOKENS = tuple(range(16))  # four blocks of four
 EXPERT, OTHER = MoeLabel(3, 7), MoeLabel(3, 8)
 
 
 @pytest.fixture
 def index():
-    index = BlockIndex(4)
-    index.add_rank(A)
-    index.add_rank(B)
-    yield index
-    index.check()
-    for worker in ("a", "b"):
-        index.remove_worker(worker)
-    assert len(index.labels) == 0
-
-
-def stored(*names, start=0, parent=None, **more):
-    chunk = TOKENS[4 * start : 4 * (start + len(names))]
-    return BlockStored(block_hashes=names, token_ids=chunk, block_size=4, parent=parent, **more)
-
-
-def apply(index, rank, *events):
-    index.apply(rank, EventBatch(events=events))
-    index.check()
+    with index_of(A, B) as index:
+        yield index
 
 
 def apply_record(index, rank, event):
@@ -55,7 +34,7 @@ def apply_record(index, rank, event):
 
 
 def hits(index, label=EXPERT):
-    return index.moe_hits(index.hasher.sequence_hashes(as_tokens(TOKENS)), label).tolist()
+    return index.moe_hits(hashes_of(index), label).tolist()
 
 
 def test_leading_blocks_of_each_rank_are_counted_by_label(index):
@@ -63,7 +42,7 @@ def test_leading_blocks_of_each_rank_are_counted_by_label(index):
     apply(index, B, stored(1, 2), stored(3, start=2, parent=2, moe=EXPERT))
     assert (hits(index), hits(index, OTHER)) == ([2, 1], [1, 0])
     assert hits(index, MoeLabel(3, 7, 1)) == [0, 0]
-    first = int(index.hasher.sequence_hashes(as_tokens(TOKENS))[0])
+    first = int(hashes_of(index)[0])
     assert (index.labels.label(0, first), index.labels.label(1, first)) == (EXPERT, None)
 
 
@@ -133,7 +112,7 @@ def test_labels_that_no_block_has_any_more_are_given_up(index):
 
 def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
     apply(index, A, stored(1, 2, moe=EXPERT))
-    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    hashes = hashes_of(index)
     index.holdings.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
     next(iter(index.domains)).table.erase(np.array([2], dtype=np.uint64))
     index.labels.erase_gone(0)
@@ -142,7 +121,7 @@ def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
 
 def test_check_sees_a_label_of_a_block_that_is_not_there(index):
     apply(index, A, stored(1, moe=EXPERT))
-    hashes = index.hasher.sequence_hashes(as_tokens(TOKENS))
+    hashes = hashes_of(index)
     values = index.labels.table.items()[1]
     index.labels.table.put(hashes[3:4], values)
     with pytest.raises(IndexCorruptError):

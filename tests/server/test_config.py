@@ -72,6 +72,23 @@ def test_the_command_line_becomes_the_configuration():
     assert parse(["--worker", WORKER])[0].router.block_size is None
 
 
+NO_NUMBERS = ["x", "", "nan", "1.5", "1e9", str(2**63), "9" * 5000]
+BAD_NUMBERS = [
+    *((["--max-index-blocks", number], "below 2**63, got") for number in NO_NUMBERS),
+    *((["--max-index-bytes", number], "below 2**63, got") for number in NO_NUMBERS),
+    (["--max-index-blocks", "0"], "max_blocks of an index must be at least 1, got 0"),
+    (["--max-index-blocks", "-5"], "max_blocks of an index must be at least 1, got -5"),
+    (["--max-index-bytes", "65535"], "max_bytes of an index must be at least 65536, got 65535"),
+    (["--max-index-bytes", "-1"], "max_bytes of an index must be at least 65536, got -1"),
+    (["--approximate-ttl-s", "x"], "invalid float value: 'x'"),
+    (["--approximate-ttl-s", ""], "invalid float value: ''"),
+    (["--approximate-ttl-s", "0"], "approximate_ttl_s must be above 0, got 0.0"),
+    (["--approximate-ttl-s", "-1"], "approximate_ttl_s must be above 0, got -1.0"),
+    (["--approximate-ttl-s", "nan"], "approximate_ttl_s must be above 0, got nan"),
+    (["--approximate-ttl-s=-inf"], "approximate_ttl_s must be above 0, got -inf"),
+]
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -83,10 +100,21 @@ def test_the_command_line_becomes_the_configuration():
         (["--worker", WORKER, "--mode", "magic"], "invalid choice: 'magic'"),
         (["--worker", WORKER, "--tokenizer", "/nowhere"], "expected a folder"),
         (["--worker", WORKER, "--block", "16"], "unrecognized arguments"),
+        *((["--worker", WORKER, *argv], sentence) for argv, sentence in BAD_NUMBERS),
     ],
 )
 def test_bad_arguments_end_with_code_2_and_one_sentence(argv, sentence, capsys):
     with pytest.raises(SystemExit) as left:
         parse(argv)
     assert left.value.code == 2
-    assert sentence in capsys.readouterr().err
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("python -m kvplug.router: error: ")
+    assert sentence in said
+
+
+def test_bounds_and_times_may_be_large():
+    most = str(2**63 - 1)
+    bounds = ["--max-index-blocks", most, "--max-index-bytes", most]
+    config, _ = parse(["--worker", WORKER, *bounds, "--approximate-ttl-s", "1e300"])
+    assert (config.router.max_index_blocks, config.router.max_index_bytes) == (2**63 - 1,) * 2
+    assert config.router.approximate_ttl_s == 1e300

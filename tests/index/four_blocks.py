@@ -1,0 +1,49 @@
+"""An index over four blocks of four tokens, for tests of single rules."""
+
+from contextlib import contextmanager
+
+from kvplug.events import BlockStored, EventBatch, Rank
+from kvplug.hashing import as_tokens
+from kvplug.index.block_index import BlockIndex
+
+A, B = Rank("a"), Rank("b")
+TOKENS = tuple(range(16))
+
+
+@contextmanager
+def index_of(*ranks):
+    """An index with these ranks; at the end it is sound, and the ranks leave nothing in it."""
+    index = BlockIndex(4)
+    for rank in ranks:
+        index.add_rank(rank)
+    yield index
+    index.check()
+    check_all_leave(index, {rank.worker for rank in ranks})
+
+
+def check_all_leave(index, workers):
+    """After the last worker has gone, no table holds anything."""
+    for worker in sorted(workers):
+        index.remove_worker(worker)
+    index.check()
+    holdings, cxl = index.holdings, index.cxl
+    sizes = len(index), len(holdings.copies), len(holdings.sets), len(holdings.runs)
+    assert sizes == (0, 0, 0, 0)
+    assert (len(cxl.states), len(cxl.placements), len(index.labels)) == (0, 0, 0)
+    assert set(index.numbers.owner.tolist()) == {-1}
+    assert not index.domains
+
+
+def stored(*names, tokens=TOKENS, start=0, parent=None, **more):
+    chunk = tokens[4 * start : 4 * (start + len(names))]
+    return BlockStored(block_hashes=names, token_ids=chunk, block_size=4, parent=parent, **more)
+
+
+def apply(index, rank, *events):
+    applied = index.apply(rank, EventBatch(events=events))
+    index.check()
+    return applied
+
+
+def hashes_of(index, tokens=TOKENS):
+    return index.hasher.sequence_hashes(as_tokens(tokens))

@@ -1,0 +1,108 @@
+"""An index beside its plain twin: both are told the same, and what they answer is compared."""
+
+from types import MappingProxyType
+
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine
+from msgspec import structs
+
+from kvplug import codec
+from kvplug.events import AllBlocksCleared, BlockRemoved, CxlStateTransition, EventBatch
+from kvplug.index.applied import Applied, Refusal
+from kvplug.index.block_index import BlockIndex
+from kvplug.records import read_payloads
+from tests.index.four_blocks import check_all_leave
+from tests.index.twin import TwinIndex, engine_hash
+
+
+class TwinnedIndexMachine(RuleBasedStateMachine):
+    """Call `begin` first; the rules are those of the machines that are made of it."""
+
+    def begin(self, block_size, ranks, algorithms=MappingProxyType({})):
+        """`algorithms`: of ranks that name blocks otherwise, as another engine kind would."""
+        self.index, self.twin = BlockIndex(block_size), TwinIndex()
+        self.ranks, self.present, self.algorithms = ranks, set(ranks), algorithms
+        for rank in ranks:
+            self.index.add_rank(rank)
+
+    def apply(self, rank, *events):
+        return self.index.apply(rank, EventBatch(events=events))
+
+    def names_of(self, rank, contents):
+        algorithm = self.algorithms.get(rank, "common")
+        return tuple(engine_hash(algorithm, content) for content in contents)
+
+    def held_by_any(self):
+        return {content for rank in self.ranks for content in self.twin.held(rank)}
+
+    def store_in_both(self, rank, event, contents, cxl=None, label=None):
+        applied = self.apply(rank, structs.replace(event, cxl=cxl, moe=label))
+        if rank not in self.present:
+            assert applied.refused == {Refusal.UNKNOWN_RANK.value: 1}
+            return
+        num_stored, num_refused = len(contents), 0
+        if cxl is None:
+            self.twin.store(rank, event.tier, contents)
+        else:
+            num_stored, num_refused = self.twin.store_cxl(rank, event.tier, contents, cxl)
+        if label is not None:
+            self.twin.label(rank, contents, label)
+        assert applied.num_stored == num_stored
+        assert applied.refused[Refusal.UNKNOWN_POOL.value] == num_refused
+
+    def move_in_both(self, rank, contents, said, known):
+        event = CxlStateTransition(
+            block_hashes=self.names_of(rank, contents),
+            new_state=said.state,
+            pool_id=said.pool_id,
+            accessible_workers=said.accessible_workers,
+        )
+        applied = self.apply(rank, event)
+        if rank in self.present:
+            num_moved, num_unknown, num_in_no_pool = self.twin.move(rank, contents, said, known)
+            assert applied.num_moved == num_moved
+            assert applied.refused[Refusal.UNKNOWN_BLOCK.value] == num_unknown
+            assert applied.refused[Refusal.UNKNOWN_POOL.value] == num_in_no_pool
+
+    def remove_in_both(self, rank, tier, contents):
+        names = self.names_of(rank, contents)
+        applied = self.apply(rank, BlockRemoved(block_hashes=names, tier=tier))
+        if rank in self.present:
+            num_removed = self.twin.remove(rank, tier, contents)
+            assert applied.num_removed == num_removed
+            assert applied.refused[Refusal.UNKNOWN_BLOCK.value] == len(contents) - num_removed
+
+    def clear_in_both(self, rank, tier):
+        self.apply(rank, AllBlocksCleared(tier=tier))
+        self.twin.clear(rank, tier)
+
+    def compare(self, contents, hashes, overlap, hits):
+        """`hits`: by label, what the index counts; the contents are the prefixes of one prompt."""
+        for rank in self.present:
+            number = self.index.numbers.number_of(rank)
+            depths, credit = self.twin.overlap(rank, contents, self.present)
+            assert overlap.reach[:, number].tolist() == depths
+            assert overlap.depth[number] == overlap.held[number]
+            np.testing.assert_allclose(overlap.credit[number], credit)
+            for label, counted in hits.items():
+                expected = self.twin.moe_hits(rank, contents, label, self.present)
+                assert counted[number] == expected
+            metadata = [self.index.cxl_metadata(rank, hash_) for hash_ in hashes.tolist()]
+            assert metadata == [self.twin.cxl_of(rank, content) for content in contents]
+
+    def teardown(self):
+        if hasattr(self, "index"):
+            check_all_leave(self.index, {rank.worker for rank in self.ranks})
+
+
+class AppliesRecords:
+    """A machine's `apply`, with the bytes of every event read and applied by the kernels."""
+
+    def apply(self, rank, *events):
+        records = read_payloads([codec.encode(EventBatch(events=events))])
+        if records is None:  # not plain, so none for the kernels
+            return super().apply(rank, *events)
+        applied, at = Applied(), 0
+        while at < records.num_events:
+            at = self.index.apply_records(rank, records, at, 1, applied)
+        return applied
