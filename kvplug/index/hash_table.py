@@ -17,13 +17,10 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 _MIN_CAPACITY = 64
-# Linear probing at 0.8: 3 probes a hit and 13 a miss, all in order; at 0.7, right after growing,
-# 2 and 6. kernels/table.py (has_room) has the same load.
-_MAX_LOAD = 0.8
 # Growing a small table costs as much as storing, mostly in pages that are touched for the first
-# time (kvplug/index/memory.py): so it grows to 256 KiB, then to one huge page, and only then by
-# little. Doubling instead took three times as long, from empty to full.
-_STEPS = 2**14, 2**17
+# time (kvplug/index/memory.py): so it grows to 256 KiB, to 4 MiB, to 8 MiB, and only then by
+# little. Doubling instead took three times as long, from empty to 2 MiB.
+_STEPS = 2**14, 2**18, kernels.LARGE
 _GROWTH = 1.15
 
 
@@ -111,14 +108,30 @@ class HashTable:
         self._changes.count += 1
 
     def _capacity_for(self, num_more: int) -> int:
-        needed = len(self) + num_more + 1
-        if needed <= self.capacity * _MAX_LOAD:
+        needed = len(self) + num_more
+        if needed <= _most_entries(self.capacity):
             return self.capacity
-        least = int(needed / _MAX_LOAD) + 2
         for step in _STEPS:
-            if self.capacity < step and least <= step and not self._changes.is_tight:
+            if (
+                step > self.capacity
+                and needed <= _most_entries(step)
+                and not self._changes.is_tight
+            ):
                 return step
-        return max(int(self.capacity * _GROWTH), least)
+        return max(int(self.capacity * _GROWTH), _least_capacity(needed))
+
+
+def _most_entries(capacity: int) -> int:
+    """As kernels/table.py has it."""
+    return (2 if capacity < kernels.LARGE else 4) * capacity // 5 - 1
+
+
+def _least_capacity(num_entries: int) -> int:
+    """The smallest that has room for so many."""
+    sparse = (5 * (num_entries + 1) + 1) // 2
+    return (
+        sparse if sparse < kernels.LARGE else max(kernels.LARGE, (5 * (num_entries + 1) + 3) // 4)
+    )
 
 
 def _empty(capacity: int) -> U64:

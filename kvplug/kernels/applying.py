@@ -29,9 +29,10 @@ from kvplug.kernels.residency import (
     hash_of_name,
     hold,
     leave_holder,
+    touch_next,
     touch_slots,
 )
-from kvplug.kernels.table import delete, num_entries, num_over_limit, value_of
+from kvplug.kernels.table import capacity_of, delete, num_entries, num_over_limit, value_of
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -119,8 +120,6 @@ def _hold(
         place = value_of(blocks.table, parent)
         seed = runs.get(blocks.runs, runs.run_of(place), runs.SEED)
     depth = _0 if parent == _0 else runs.depth_of(place) + _1
-    touch_slots(blocks.table, hashes)
-    touch_slots(index.names.slots, event_names)
     if not claim(blocks, index.names, event_names, hashes, depth, at):
         return _stop(NEEDS_DECISION, len(hashes), out_counts)
     hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
@@ -136,14 +135,17 @@ def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
     """Returns how many of the blocks the holder had."""
     num_removed = 0
     last_run, last_source = runs.NO_RUN, runs.NO_RUN
-    touch_slots(index.names.slots, event_names)
+    blocks, slots = index.blocks, index.names.slots
+    touch_slots(slots, event_names)
     for i in range(len(event_names)):
+        touch_next(slots, event_names, i, capacity_of(slots))
         hashes[i] = hash_of_name(index.names, event_names[i])
-    touch_slots(index.blocks.table, hashes)
+    touch_slots(blocks.table, hashes)
     for i in range(len(event_names)):
+        touch_next(blocks.table, hashes, i, capacity_of(blocks.table))
         if hashes[i] != _0:
             became, last_run, last_source = leave_holder(
-                index.blocks, index.names, event_names[i], hashes[i], holder, last_run, last_source
+                blocks, index.names, event_names[i], hashes[i], holder, last_run, last_source
             )
             num_removed += became != NOT_HELD
     return num_removed

@@ -39,8 +39,12 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
-_0, _1, _2, _32 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(32)
+_0, _1, _2, _4, _32 = (np.uint64(n) for n in (0, 1, 2, 4, 32))
 _LOW = np.uint64(0xFFFFFFFF)
+# Of each of two tables at once. What is asked for while a core has some dozens of loads under way
+# is forgotten: 8 MiB looked at in random order took 51 ns each with 128 at once, 12 with 64 and 6
+# with 16.
+NUM_TOUCHED = 12
 _CLAIMED = _LOW  # the run of a block that has none yet
 _NOTHING = ~_0
 # What leave_holder did.
@@ -111,11 +115,27 @@ def can_join(blocks: Blocks, names: Names, holder: Index, num_blocks: Index) -> 
 
 
 @inlined
+def _touch(slots: U64, at: np.uint64) -> None:
+    """A slot and the two behind it, as every second look goes on to the next slot."""
+    prefetch(slots, at)
+    prefetch(slots, at + _4)
+
+
+@inlined
 def touch_slots(slots: U64, keys: U64) -> None:
-    """Have the slots of all keys on their way from memory at once, not one after the other."""
+    """Have the slots of the first keys on their way from memory at once, not one after the other;
+    touch_next goes on with the others.
+    """
     capacity = capacity_of(slots)
-    for i in range(len(keys)):
-        prefetch(slots, _2 * home_of(keys[i], capacity))
+    for i in range(min(NUM_TOUCHED, len(keys))):
+        _touch(slots, _2 * home_of(keys[i], capacity))
+
+
+@inlined
+def touch_next(slots: U64, keys: U64, i: Index, capacity: np.uint64) -> None:
+    """As key i is looked at, have the slot of a later one on its way."""
+    if i + NUM_TOUCHED < len(keys):
+        _touch(slots, _2 * home_of(keys[i + NUM_TOUCHED], capacity))
 
 
 @inlined
@@ -159,7 +179,13 @@ def claim(
     out_at[i]: the slot, times 4, plus 2 if the block is new to the table, plus 1 if its name is.
     """
     capacity = capacity_of(blocks.table)
+    touch_slots(blocks.table, hashes)
+    if len(names.slots) > 0:
+        touch_slots(names.slots, event_names)
     for i in range(len(hashes)):
+        touch_next(blocks.table, hashes, i, capacity)
+        if len(names.slots) > 0:
+            touch_next(names.slots, event_names, i, capacity_of(names.slots))
         slot = find_slot(blocks.table, hashes[i], capacity)
         value, named = blocks.table[_2 * slot + _1], 0
         fits = _fits_content(value, hashes[i], depth)

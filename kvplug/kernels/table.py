@@ -22,6 +22,9 @@ Index = int | np.int64
 
 # 2**64 / golden ratio: one multiplication spreads keys that differ in few bits (Knuth, 6.4).
 _GOLDEN, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+# Slots from which on memory counts for more than time: 8 MiB. At a load of 0.8 a hit takes 3 looks
+# in a row, a miss 13; at 0.4 1.3 and 1.9. Removing a block took 110 ns at 0.42, 66 at 0.21.
+LARGE = 2**19
 _ABSENT, _ONE, _TWO = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -123,9 +126,11 @@ def count_up(slots: U64, key: np.uint64, start: np.uint64) -> None:
 
 @inlined
 def has_room(slots: U64, num_more: Index) -> bool:
-    """Whether as many entries can come (the load of kvplug/index/hash_table.py)."""
-    needed = np.int64(num_entries(slots)) + num_more + 1
-    return bool(5 * needed <= 4 * np.int64(capacity_of(slots)))
+    """Whether as many entries can come: a small table may be two fifths full, a large one four."""
+    capacity = np.int64(capacity_of(slots))
+    fifths = 2 if capacity < LARGE else 4
+    needed = np.int64(num_entries(slots)) + num_more
+    return bool(needed <= fifths * capacity // 5 - 1)
 
 
 @inlined
