@@ -15,11 +15,13 @@ from kvplug.index.holdings import Holdings
 from kvplug.index.overlap import Overlap
 from kvplug.kernels import matching, reach
 from kvplug.kernels.bundle import Bundle
+from kvplug.kernels.matching import overlap
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Expected = tuple[npt.NDArray[Any], ...]
 
+_COUNT = np.dtype(np.int64)
 NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
 NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, np.int64))
 
@@ -63,12 +65,12 @@ class Asking:
 
     def new_rows(self) -> I64:
         """Room for an answer of matching.overlap."""
-        return np.empty(self._size, dtype=np.int64)
+        return np.empty(self._size, dtype=_COUNT)
 
     def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
         """What each rank holds of a request."""
-        rows = self.new_rows()
-        matching.overlap(sequence_hashes, now_s, self.bundle.words, rows)
+        rows = np.empty(self._size, dtype=_COUNT)
+        overlap(sequence_hashes, now_s, self.bundle.words, rows)
         return Overlap(rows)
 
     def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float) -> list[Overlap]:

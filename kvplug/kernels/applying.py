@@ -29,6 +29,7 @@ from kvplug.kernels.residency import (
     hash_of_name,
     hold,
     leave_holder,
+    nothing_left,
     touch_next,
     touch_slots,
 )
@@ -134,7 +135,7 @@ def _hold(
 def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
     """Returns how many of the blocks the holder had."""
     num_removed = 0
-    last_run, last_source = runs.NO_RUN, runs.NO_RUN
+    last = nothing_left()
     blocks, slots = index.blocks, index.names.slots
     touch_slots(slots, event_names)
     for i in range(len(event_names)):
@@ -144,8 +145,8 @@ def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
     for i in range(len(event_names)):
         touch_next(blocks.table, hashes, i, capacity_of(blocks.table))
         if hashes[i] != _0:
-            became, last_run, last_source = leave_holder(
-                blocks, index.names, event_names[i], hashes[i], holder, last_run, last_source
+            became, last = leave_holder(
+                blocks, index.names, event_names[i], hashes[i], holder, last
             )
             num_removed += became != NOT_HELD
     return num_removed

@@ -332,43 +332,60 @@ def _run_without(
     return created
 
 
+class Left(NamedTuple):
+    """Of the last block that left a holder: the run that it is in, the one that it came from, and
+    their sets.
+    """
+
+    run: np.uint64
+    source: np.uint64
+    before: np.int64
+    wanted: np.int64
+
+
+@inlined
+def nothing_left() -> Left:
+    """No block has left yet."""
+    return Left(runs.NO_RUN, runs.NO_RUN, np.int64(0), np.int64(0))
+
+
 @inlined
 def leave_holder(
-    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index,
-    last_run: np.uint64, last_source: np.uint64,
-) -> tuple[int, np.uint64, np.uint64]:  # fmt: skip
-    """One copy less of a block: (what became of it, the run that it is in, the one that it left).
-
-    The last two are for the next block of the event, whose last_run and last_source they are.
-    """
+    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index, last: Left
+) -> tuple[int, Left]:
+    """One copy less of a block: what became of it, and Left for the next block of the event."""
     capacity = capacity_of(blocks.table)
     slot = find_slot(blocks.table, hash_, capacity)
     value = blocks.table[_2 * slot + _1]
     run, depth = runs.run_of(value), runs.depth_of(value)
     if value == _0 or not is_held_by(blocks, run, holder):
-        return NOT_HELD, last_run, last_source
+        return NOT_HELD, last
     if num_entries(blocks.copies) != _0 and _take_copy(blocks.copies, copy_key(hash_, holder)):
-        return KEPT, last_run, last_source
-    wanted = holders.toggled(
-        blocks.bits, blocks.meta, blocks.intern, blocks.header, set_of(blocks, run), holder
-    )
+        return KEPT, last
+    # The same set is wanted for a block of the same set. It is alive, as a run has got it; and the
+    # number of one that has the holder goes to no other while the holder only leaves.
+    before, wanted = set_of(blocks, run), last.wanted
+    if before != last.before:
+        wanted = np.int64(
+            holders.toggled(blocks.bits, blocks.meta, blocks.intern, blocks.header, before, holder)
+        )
     if len(names.slots) > 0 and not is_named(blocks, names, wanted):
         delete(names.slots, name)
     if wanted == 0:
         _take_out(blocks, run, depth, hash_)
         erase_slot(blocks.table, slot, capacity)
-        return GONE, runs.NO_RUN, run
+        return GONE, Left(runs.NO_RUN, run, before, wanted)
     other = _run_below(blocks, run, wanted, depth)
     if other != runs.NO_RUN:
         runs.prepend(blocks.runs, other)
-    elif last_source == run and _follows(blocks, last_run, wanted, depth):
-        other = last_run
+    elif last.source == run and _follows(blocks, last.run, wanted, depth):
+        other = last.run
         runs.append(blocks.runs, other, hash_, _0)
     else:
         other = _run_without(blocks, run, wanted, depth, hash_)
     blocks.table[_2 * slot + _1] = runs.place(other, depth)
     _take_out(blocks, run, depth, hash_)
-    return GONE, other, run
+    return GONE, Left(other, run, before, wanted)
 
 
 @inlined

@@ -20,6 +20,7 @@ from kvplug.kernels.residency import (
     hash_of_name,
     hold,
     leave_holder,
+    nothing_left,
 )
 from kvplug.kernels.table import capacity_of, find_slot, value_of
 
@@ -87,13 +88,11 @@ def drop_named(
     """The holder has one copy less of each block; returns how many it had."""
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
     domain, num_had = Names(names, members), 0
-    last_run, last_source = runs.NO_RUN, runs.NO_RUN
+    last = nothing_left()
     for i in range(len(event_names)):
         hash_, became = hash_of_name(domain, event_names[i]), NOT_HELD
         if hash_ != _0:
-            became, last_run, last_source = leave_holder(
-                blocks, domain, event_names[i], hash_, holder, last_run, last_source
-            )
+            became, last = leave_holder(blocks, domain, event_names[i], hash_, holder, last)
         num_had += became != NOT_HELD
     return num_had
 
@@ -108,11 +107,9 @@ def drop_hashes(
     """
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
     nameless, num_gone = Names(table[:0], table[:0]), 0
-    last_run, last_source = runs.NO_RUN, runs.NO_RUN
+    last = nothing_left()
     for i in range(len(hashes) - 1, -1, -1):
-        became, last_run, last_source = leave_holder(
-            blocks, nameless, _0, hashes[i], holder, last_run, last_source
-        )
+        became, last = leave_holder(blocks, nameless, _0, hashes[i], holder, last)
         num_gone += became == GONE
     return num_gone
 
