@@ -133,8 +133,8 @@ def _cross(
     before = np.int64(runs.get(path.runs, above, runs.SET))
     now = np.int64(runs.get(path.runs, run, runs.SET))
     known = runs.only_change(path.runs, run) if is_next else np.int64(-1)
-    if known >= 0:
-        return reach.cross_with(known, now, at, bits, words, holders, ranks, out)
+    if known >= 0 and reach.is_all(known, holders, ranks):
+        return reach.leave_with(known, at, holders, ranks)
     num_left, changed = reach.cross(before, now, at, bits, words, holders, ranks, out)
     if is_next and changed >= 0:
         runs.remember_change(path.runs, run, changed)

@@ -39,8 +39,9 @@ def price(
     of the live requests; out_cost[r]: cost_of rank r.
     """
     fill_sequence_hashes(tokens, block_size, seed, _NO_PARENT, _BASE_SEED, out_hashes)
-    matching.fill_answer(out_hashes, now_s, index, out_held)
-    matching.fill_answer(out_hashes, now_s, load, out_active)
+    for which in range(2):  # compiled once: it is most of what a first request waits for
+        asked, out = (index, out_held) if which == 0 else (load, out_active)
+        matching.fill_answer(out_hashes, now_s, asked, out)
     num_ranks = len(out_cost)
     num_held = len(out_held) // matching.NUM_ROWS
     num_active = len(out_active) // matching.NUM_ROWS

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import holders as sets
 from kvplug.kernels._jit import inlined, trailing_zeros
 
 I64 = npt.NDArray[np.int64]
@@ -169,21 +168,21 @@ def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) ->
 
 
 @inlined
-def cross_with(
-    holder: Index, now: Index, at: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks,
-    out: Out,
-) -> Index:  # fmt: skip
-    """As `cross` where only this holder comes or goes. A rank that goes with all that it had is
-    only noted, which is what most borders are.
+def is_all(holder: Index, holders: Holders, ranks: Ranks) -> bool:
+    """Whether the holder is all that its rank had, so that `leave_with` is all that has to be done
+    as it goes. Most borders are like that.
     """
     owner = holders.owner[holder]
-    if owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3):
-        rank = owner >> 2
-        leaves = ranks.left[rank] == _STAYS
-        ranks.left[rank] = at if leaves else ranks.left[rank]
-        return -1 if leaves else 0
-    _flip(owner, sets.contains(bits, words, now, holder), at, holders, ranks, out)
-    return _leave(owner, at, holders, ranks, out)
+    return bool(owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3))
+
+
+@inlined
+def leave_with(holder: Index, at: Index, holders: Holders, ranks: Ranks) -> Index:
+    """As `cross` if only this holder goes, and it is all that its rank had."""
+    rank = holders.owner[holder] >> 2
+    leaves = ranks.left[rank] == _STAYS
+    ranks.left[rank] = at if leaves else ranks.left[rank]
+    return -1 if leaves else 0
 
 
 @inlined

@@ -3,6 +3,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.kernels import holders
+from kvplug.kernels._jit import b1, i8, kernel, u4, u8, void, writes
+
+ARRAYS = writes(u8), writes(u8), writes(u4), writes(i8)
+
+
+@kernel(b1(writes(u8), writes(i8), i8, i8))
+def has_room(meta, header, holder, num_changes):
+    return holders.has_room(meta, header, holder, num_changes)
+
+
+@kernel(i8(*ARRAYS, i8, i8))
+def toggled(bits, meta, intern, header, set_id, holder):
+    return holders.toggled(bits, meta, intern, header, set_id, holder)
+
+
+@kernel(void(writes(u8), i8))
+def retain(meta, set_id):
+    holders.retain(meta, set_id)
+
+
+@kernel(void(*ARRAYS, i8))
+def release(bits, meta, intern, header, set_id):
+    holders.release(bits, meta, intern, header, set_id)
+
 
 NUM_RUNS, NUM_HOLDERS, NUM_SETS, WORDS = 12, 130, 64, 3
 steps = st.lists(
@@ -31,17 +55,17 @@ class Sets:
 
     def toggle(self, run, holder):
         arrays = self.bits, self.meta, self.intern, self.header
-        assert holders.has_room(self.meta, self.header, holder, 1)
-        new = int(holders.toggled(*arrays, self.of_run[run], holder))
-        holders.retain(self.meta, new)
-        holders.release(*arrays, self.of_run[run])
+        assert has_room(self.meta, self.header, holder, 1)
+        new = int(toggled(*arrays, self.of_run[run], holder))
+        retain(self.meta, new)
+        release(*arrays, self.of_run[run])
         self.of_run[run] = new
 
 
 def toggle_all(sets, twin, operations):
     with np.errstate(over="ignore"):
-        for holder, toggled in operations:
-            for run in toggled:
+        for holder, changed in operations:
+            for run in changed:
                 sets.toggle(run, holder)
                 twin[run] = twin[run] ^ {holder}
 

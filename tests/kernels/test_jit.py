@@ -48,3 +48,11 @@ def test_the_wide_multiplication_equals_its_twin():
         product = a * b
         expected = (product ^ (product >> 64)) & (2**64 - 1)
         assert int(compiled(np.uint64(a), np.uint64(b))) == expected
+
+
+@pytest.mark.skipif(not COMPILED, reason="parts are functions")
+def test_a_part_is_not_called_from_python():
+    slots = np.zeros(6, dtype=np.uint64)
+    table.find_many(slots, slots[:1], slots[1:2])
+    with pytest.raises(TypeError, match="capacity_of is a part of kernels"):
+        table.capacity_of(slots)
