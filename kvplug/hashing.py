@@ -57,15 +57,18 @@ class HashedSequences(NamedTuple):
 
 
 def as_tokens(token_ids: TokensLike) -> Tokens:
-    """uint32[n], contiguous; raises HashingError for anything but integers in [0, 2**32).
+    """uint32[n], contiguous; raises HashingError for anything but integers in [0, 2**32) in a row.
 
     A uint32 array is returned as it is, without a copy.
     """
+    expected = "cannot hash tokens: expected integers in [0, 2**32)"
     if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1:
+            raise HashingError(f"{expected} in a row, got {token_ids.dtype}{token_ids.shape}")
         if token_ids.dtype == np.uint32:
-            return np.ascontiguousarray(token_ids).reshape(-1)
+            return np.ascontiguousarray(token_ids)
         return as_tokens(token_ids.tolist())
-    return _as_array(token_ids, "I", "cannot hash tokens: expected integers in [0, 2**32)")
+    return _as_array(token_ids, "I", expected)
 
 
 def as_hashes(sequence_hashes: HashesLike) -> Hashes:

@@ -114,6 +114,40 @@ def test_one_namespace_for_each_sequence_or_none(name):
         )
 
 
+NO_TOKENS = [
+    ([1, 2, 3, 4], "list"),
+    ((1, 2, 3, 4), "tuple"),
+    (None, "NoneType"),
+    ("1234", "str"),
+    (b"1234", "bytes"),
+    (np.uint32(1), "uint32"),
+    *((np.ones(4, dtype=kind), f"{kind}(4,)") for kind in ("float64", "int64", "int32", "uint64")),
+    *((np.ones(4, dtype=kind), f"{kind}(4,)") for kind in (">u4", "bool", "object")),
+    *((np.ones(shape, dtype=np.uint32), f"uint32{shape}") for shape in ((), (2, 4), (0, 4))),
+]
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+@pytest.mark.parametrize(("tokens", "shown"), NO_TOKENS)
+def test_tokens_that_are_no_uint32_in_a_row_are_refused(name, tokens, shown):
+    scheme = scheme_of(name)
+    calls = [scheme.sequence_hashes, lambda it: scheme.sequence_hashes_many(it, np.array([4]))]
+    for call in [*calls, *([scheme.digests] if name in ALGORITHMS else [])]:
+        with pytest.raises(HashingError, match="expected an array of uint32 in a row") as refused:
+            call(tokens)
+        assert str(refused.value).endswith(f", got {shown}")
+
+
+@pytest.mark.parametrize("name", SCHEME_NAMES)
+def test_tokens_may_be_a_view_and_read_only(name):
+    scheme, tokens = scheme_of(name), np.arange(16, dtype=np.uint32)
+    tokens.flags.writeable = False
+    expected = scheme.sequence_hashes(tokens[::2].copy()).tolist()
+    assert scheme.sequence_hashes(tokens[::2]).tolist() == expected
+    many = scheme.sequence_hashes_many(tokens[::2], np.array([8]))
+    assert many.hashes.tolist() == expected
+
+
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 @given(tokens=token_lists, num_blocks=st.integers(1, 5))
 def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):

@@ -105,6 +105,15 @@ def test_what_is_no_token_id_is_refused(bad):
         as_tokens(bad)
 
 
+@pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.float64])
+@pytest.mark.parametrize("shape", [(), (1, 4), (4, 1), (2, 2), (0, 4), (2, 0), (1, 1, 1)])
+def test_token_ids_that_are_not_in_a_row_are_refused(dtype, shape):
+    with pytest.raises(HashingError) as refused:
+        as_tokens(np.zeros(shape, dtype=dtype))
+    expected = "cannot hash tokens: expected integers in [0, 2**32) in a row"
+    assert str(refused.value) == f"{expected}, got {np.dtype(dtype)}{shape}"
+
+
 @given(st.lists(st.integers(-(2**33), 2**33) | st.booleans(), max_size=5))
 def test_lists_and_tuples_are_taken_or_refused_alike(token_ids):
     if all(0 <= token_id < 2**32 for token_id in token_ids):
@@ -120,6 +129,8 @@ def test_token_arrays_of_other_dtypes_are_taken():
     same = np.array([1, 2], dtype=np.uint32)
     assert as_tokens(same) is not None
     assert np.shares_memory(as_tokens(same), same)
+    strided = as_tokens(np.arange(8, dtype=np.uint32)[::2])
+    assert (strided.tolist(), strided.flags.c_contiguous) == ([0, 2, 4, 6], True)
 
 
 @pytest.mark.parametrize("block_size", [0, -1, 2**16 + 1])

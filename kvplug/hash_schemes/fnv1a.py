@@ -14,8 +14,8 @@ import numpy as np
 
 from kvplug.errors import HashingError
 from kvplug.events import Namespace
-from kvplug.hash_schemes.scheme import ExtraKeys, HashScheme, Parent, hash_of, namespaces_of
-from kvplug.hashing import Ends, HashedSequences, Hashes, Tokens, checked_ends
+from kvplug.hash_schemes.scheme import ExtraKeys, HashScheme, Parent, hash_of
+from kvplug.hashing import Ends, HashedSequences, Hashes, Tokens
 from kvplug.kernels import fnv1a as kernels
 
 
@@ -31,13 +31,12 @@ class Fnv1a(HashScheme):
         kernels.hash_sequence(tokens, self.block_size, before, hashes)
         return hashes
 
-    def sequence_hashes_many(
-        self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace] | None = None
+    def _hash_many(
+        self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace]
     ) -> HashedSequences:
-        """Of sequences in a row, in one kernel."""
-        for namespace in set(namespaces_of(namespaces, len(ends))):
+        """In one kernel."""
+        for namespace in set(namespaces):
             self._refuse(namespace, ())
-        ends = checked_ends(ends, len(tokens))
         block_ends = np.cumsum(np.diff(ends, prepend=0) // self.block_size, dtype=np.int64)
         hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)
         kernels.hash_sequences(tokens, ends, self.block_size, block_ends, hashes)

@@ -58,9 +58,10 @@ class HashScheme(ABC):
     ) -> Hashes:
         """uint64[num_blocks(len(tokens))]; `parent` identifies the prefix before the first block.
 
-        Raises HashingError for a namespace, parents or keys that the scheme does not define.
+        Raises HashingError for a namespace, parents or keys that the scheme does not define, and
+        for tokens that are no uint32 in a row.
         """
-        return self._hash(tokens, namespace, parent, checked_keys(extra_keys))
+        return self._hash(checked_tokens(tokens), namespace, parent, checked_keys(extra_keys))
 
     @abstractmethod
     def _hash(
@@ -75,14 +76,21 @@ class HashScheme(ABC):
 
         Without `namespaces`, which has one for each sequence, none has LoRA or salt.
         """
+        tokens = checked_tokens(tokens)
         ends = checked_ends(ends, len(tokens))
-        each = namespaces_of(namespaces, len(ends))
+        return self._hash_many(tokens, ends, namespaces_of(namespaces, len(ends)))
+
+    def _hash_many(
+        self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace]
+    ) -> HashedSequences:
+        """What `sequence_hashes_many` promises, with a namespace for each sequence."""
         parts = np.split(tokens, ends[:-1])
-        hashes = [self.sequence_hashes(*part) for part in zip(parts, each, strict=False)]
+        hashes = [self.sequence_hashes(*part) for part in zip(parts, namespaces, strict=False)]
         block_ends = np.cumsum([len(part) for part in hashes], dtype=np.int64)
         return HashedSequences(np.concatenate([NO_HASHES, *hashes]), block_ends)
 
 
+_NO_TOKENS = "cannot hash tokens: expected an array of uint32 in a row (as_tokens makes one)"
 NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 
 
@@ -102,6 +110,15 @@ def hash_of(parent: object, name: str) -> SequenceHash | None:
     if not isinstance(parent, int | np.integer) or not 0 <= parent < 2**64:
         raise HashingError(f"{name} continues from a hash in [0, 2**64), got {parent!r}")
     return SequenceHash(int(parent))
+
+
+def checked_tokens(tokens: object) -> Tokens:
+    """uint32[n], contiguous; raises HashingError for what is no uint32 in a row."""
+    if not isinstance(tokens, np.ndarray):
+        raise HashingError(f"{_NO_TOKENS}, got {type(tokens).__name__}")
+    if tokens.dtype != np.uint32 or tokens.ndim != 1:
+        raise HashingError(f"{_NO_TOKENS}, got {tokens.dtype}{tokens.shape}")
+    return np.ascontiguousarray(tokens)
 
 
 def checked_keys(extra_keys: ExtraKeys) -> ExtraKeys:

@@ -37,6 +37,7 @@ from kvplug.hash_schemes.scheme import (
     HashScheme,
     Parent,
     checked_keys,
+    checked_tokens,
 )
 from kvplug.hashing import Hashes, Tokens, utf8
 
@@ -104,7 +105,7 @@ class VllmScheme(HashScheme):
         extra_keys: ExtraKeys = (),
     ) -> list[bytes]:
         """One per full block: 32 bytes (SHA-256) or 16 (XXH3); `parent` is such a digest."""
-        extra_keys = checked_keys(extra_keys)
+        tokens, extra_keys = checked_tokens(tokens), checked_keys(extra_keys)
         lora, salt = self._lora_keys(namespace), _salt_keys(namespace, parent)
         digest, digests = self._digest_before(parent), []
         for i, block in enumerate(self._algorithm.blocks(tokens, self.block_size)):

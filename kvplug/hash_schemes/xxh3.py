@@ -17,7 +17,6 @@ from kvplug.hash_schemes.scheme import (
     HashScheme,
     Parent,
     hash_of,
-    namespaces_of,
 )
 from kvplug.hashing import BlockHasher, Ends, HashedSequences, Hashes, Tokens, seed_of
 
@@ -46,11 +45,11 @@ class Xxh3(HashScheme):
             extra_keys=[_numbers(keys) for keys in extra_keys],
         )
 
-    def sequence_hashes_many(
-        self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace] | None = None
+    def _hash_many(
+        self, tokens: Tokens, ends: Ends, namespaces: Sequence[Namespace]
     ) -> HashedSequences:
-        """Of sequences in a row, in one kernel."""
-        seeds = [seed_of(each) for each in namespaces_of(namespaces, len(ends))]
+        """In one kernel."""
+        seeds = [seed_of(each) for each in namespaces]
         return self._hasher.sequence_hashes_many(tokens, ends, seeds)
 
 

@@ -12,9 +12,11 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.kernels import evicting as kernels
+from kvplug.setting import shown, whole
 
 U64 = npt.NDArray[np.uint64]
 
+_MOST = 2**63 - 1  # what the tables of an index can count to
 _MIN_WORDS = 64
 _WORDS_PER_NAME = 0.25  # 16 bits
 
@@ -29,8 +31,10 @@ class Bounds:
     def __post_init__(self) -> None:
         for name, least in (("max_blocks", 1), ("max_bytes", 2**16)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} of an index must be at least {least}, got {value}")
+            if value is not None and not least <= whole(value) <= _MOST:
+                is_small = whole(value) < least
+                expected = f"at least {least}" if is_small else "a whole number below 2**63"
+                raise ConfigError(f"{name} of an index must be {expected}, got {shown(value)}")
 
 
 @dataclass(slots=True)

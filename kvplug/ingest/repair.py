@@ -172,6 +172,8 @@ class Repair:
         lost = self._lost_at_s is not None and now_s - self._lost_at_s > self._settings.lost_after_s
         if lost and self.last is not None:
             logger.warning("%s: its event stream is gone, its blocks are forgotten", self._name)
+            self.order = None  # what it goes on from is forgotten, too
+            self._held.take()
             self._applied.forget()
         if self.order is None and self._lost_at_s is None and self._may_ask():
             self._ask_on_time()

@@ -1,6 +1,8 @@
 """The door: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
 
 import logging
+import os
+import signal
 import sys
 
 from kvplug.errors import KvplugError
@@ -8,6 +10,9 @@ from kvplug.errors import KvplugError
 
 def main() -> int:
     """Run the standalone router, or ask a running one how it is; returns the exit code."""
+    is_doctor = sys.argv[1:2] == ["doctor"]
+    if not is_doctor:
+        _leave_on_signals()
     try:
         import uvloop
 
@@ -20,7 +25,7 @@ def main() -> int:
             f"the standalone router needs {error.name!r}: pip install 'kvplug[router]'\n"
         )
         return 1
-    if sys.argv[1:2] == ["doctor"]:
+    if is_doctor:
         return doctor.main(sys.argv[2:])
     config, log_level = parse()
     logging.basicConfig(
@@ -33,6 +38,16 @@ def main() -> int:
         sys.stderr.write(f"kvplug.router: {error}\n")
         return 1
     return 0
+
+
+def _leave_on_signals() -> None:
+    """Until `serve` takes the signals over there is nothing to bring to an end.
+
+    No exception could do it: LLVM calls back into Python while it compiles, and what is raised
+    there is printed and forgotten.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ In:  numbers and names.   Out: a frozen object, or a ConfigError that says what 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.index.bounds import Bounds
+from kvplug.setting import finite, shown, whole
 
 Mode = Literal["kv", "round_robin"]
 
@@ -47,19 +47,24 @@ class RouterConfig:
     request_expiry_s: float = 600.0
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        if size is not None and not 1 <= size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size must be in [1, {MAX_BLOCK_SIZE}], got {size}")
+        if self.block_size is not None:
+            fits = 1 <= whole(self.block_size) <= MAX_BLOCK_SIZE
+            self._require(fits, "block_size", f"in [1, {MAX_BLOCK_SIZE}] and a whole number")
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
         for name in ("overlap_score_weight", "temperature", "speculative_ttl_s"):
-            _require_at_least_0(name, getattr(self, name))
+            fits = finite(getattr(self, name)) >= 0
+            self._require(fits, name, "a finite number of at least 0")
+        self._require(isinstance(self.use_kv_events, bool), "use_kv_events", "True or False")
         _ = self.bounds  # checks itself
-        if not 0 <= self.stale_worth <= 1:
-            raise ConfigError(f"stale_worth must be in [0, 1], got {self.stale_worth}")
+        self._require(0 <= finite(self.stale_worth) <= 1, "stale_worth", "a number in [0, 1]")
+        # No end would be a leak: what nobody finishes or renews has to go some day.
         for name in ("request_expiry_s", "approximate_ttl_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+            self._require(finite(getattr(self, name)) > 0, name, "a finite number above 0")
+
+    def _require(self, fits: bool, name: str, expected: str) -> None:
+        if not fits:
+            raise ConfigError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
     @property
     def bounds(self) -> Bounds:
@@ -70,8 +75,3 @@ class RouterConfig:
     def routed_ttl_s(self) -> float:
         """How long a routed prompt counts as cached, in the mode that is on."""
         return self.speculative_ttl_s if self.use_kv_events else self.approximate_ttl_s
-
-
-def _require_at_least_0(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{name} must be a finite number of at least 0, got {value}")

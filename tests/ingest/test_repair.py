@@ -91,3 +91,30 @@ def test_held_messages_beyond_the_limit_are_asked_for_again(repair, sink):
     repair.replayed(live(12, 13, 14, 15))
     repair.replay_ended()
     assert (repair.state.level, len(sink.payloads)) == (Trust.EXACT, 16)
+
+
+def lose(repair, clock):
+    """The stream breaks, and one more message was on its way."""
+    repair.disconnected()
+    repair.receive(live(13))
+    assert repair.order.start == 9
+    clock.now_s += 31.0
+    repair.tick()
+
+
+def test_a_lost_stream_takes_its_open_order_along(repair, sink, clock):
+    lose(repair, clock)
+    assert (repair.last, repair.order, sink.payloads) == (None, None, [])
+    assert repair.state.level is Trust.BLIND
+    repair.replayed(live(9, 10))
+    repair.replay_ended()
+    assert (repair.last, sink.payloads) == (None, [])
+
+
+def test_behind_a_lost_stream_all_is_asked_for(repair, sink, clock):
+    lose(repair, clock)
+    repair.connected()
+    assert repair.order.asks_everything
+    repair.replayed(live(*range(15)))
+    repair.replay_ended()
+    assert (repair.state.level, len(sink.payloads)) == (Trust.EXACT, 15)

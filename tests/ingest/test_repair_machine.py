@@ -215,7 +215,31 @@ class NoReplayMachine(RepairMachine):
     can_replay = False
 
 
+class LostStreamMachine(RepairMachine):
+    """One life, whose stream breaks for a while; what is on its way arrives all the same."""
+
+    is_connected = True
+    restart_unseen = None
+
+    @rule(restarts=st.just(False))
+    def reconnect(self, restarts):
+        super().reconnect(restarts)
+        self.is_connected = True
+
+    @rule()
+    def disconnect(self):
+        self.repair.disconnected()
+        self.is_connected = False
+
+    def teardown(self):
+        if not self.is_connected:
+            self.repair.connected()
+        super().teardown()
+
+
 TestRepairMachine = RepairMachine.TestCase
 TestRepairMachine.settings = settings(stateful_step_count=30)
 TestNoReplayMachine = NoReplayMachine.TestCase
 TestNoReplayMachine.settings = settings(stateful_step_count=30)
+TestLostStreamMachine = LostStreamMachine.TestCase
+TestLostStreamMachine.settings = settings(stateful_step_count=30)

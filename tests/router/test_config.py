@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from kvplug.errors import ConfigError
@@ -12,11 +13,91 @@ from kvplug.router.config import RouterConfig
         ({"overlap_score_weight": -1}, "overlap_score_weight must be a finite number"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
         ({"speculative_ttl_s": float("inf")}, "speculative_ttl_s must be a finite number"),
-        ({"request_expiry_s": 0}, "request_expiry_s must be above 0"),
-        ({"approximate_ttl_s": 0}, "approximate_ttl_s must be above 0"),
-        ({"approximate_ttl_s": float("nan")}, "approximate_ttl_s must be above 0"),
+        ({"request_expiry_s": 0}, "request_expiry_s must be a finite number above 0"),
+        ({"approximate_ttl_s": 0}, "approximate_ttl_s must be a finite number above 0"),
+        ({"approximate_ttl_s": float("nan")}, "approximate_ttl_s must be a finite number above 0"),
     ],
 )
 def test_a_wrong_setting_is_named_with_what_was_expected(setting, sentence):
     with pytest.raises(ConfigError, match=sentence):
         RouterConfig(**setting)
+
+
+NO_NUMBERS = [
+    ("5", "'5'"),
+    ("", "''"),
+    (b"5", "b'5'"),
+    ([5], "[5]"),
+    (1 + 2j, "(1+2j)"),
+    (True, "True"),
+    (float("nan"), "nan"),
+    (float("inf"), "inf"),
+    (float("-inf"), "-inf"),
+    (np.float32("inf"), "np.float32(inf)"),
+    pytest.param(10**5000, "a number of thousands of digits", id="huge"),
+]
+EXPECTED = {
+    "block_size": "in [1, 65536] and a whole number",
+    "overlap_score_weight": "a finite number of at least 0",
+    "temperature": "a finite number of at least 0",
+    "speculative_ttl_s": "a finite number of at least 0",
+    "stale_worth": "a number in [0, 1]",
+    "request_expiry_s": "a finite number above 0",
+    "approximate_ttl_s": "a finite number above 0",
+}
+
+
+def require_refusal(name, value, sentence):
+    with pytest.raises(ConfigError) as refused:
+        RouterConfig(**{name: value})
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(("name", "expected"), EXPECTED.items())
+@pytest.mark.parametrize(("value", "shown"), NO_NUMBERS)
+def test_what_is_no_number_is_refused_with_what_is_one(name, expected, value, shown):
+    require_refusal(name, value, f"{name} must be {expected}, got {shown}")
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - {"block_size"}))
+def test_none_is_no_number_but_a_block_size_to_learn(name):
+    require_refusal(name, None, f"{name} must be {EXPECTED[name]}, got None")
+    assert RouterConfig(block_size=None).block_size is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("block_size", value) for value in (0, -1, 65537, 1.5, 16.0)),
+        *((name, -1) for name in EXPECTED),
+        *(("stale_worth", value) for value in (-0.1, 1.1)),
+        *((name, 0.0) for name in ("request_expiry_s", "approximate_ttl_s")),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(name, value):
+    require_refusal(name, value, f"{name} must be {EXPECTED[name]}, got {value}")
+
+
+@pytest.mark.parametrize("name", ["max_index_blocks", "max_index_bytes"])
+@pytest.mark.parametrize("value", ["5", 1.5, float("nan"), float("inf"), True, 2**63])
+def test_bounds_that_are_no_counts_are_refused(name, value):
+    of_index = name.replace("index_", "")
+    expected = f"{of_index} of an index must be a whole number below 2**63, got {value!r}"
+    require_refusal(name, value, expected)
+
+
+@pytest.mark.parametrize("value", [None, "no", 0, 1, 0.0])
+def test_a_switch_is_true_or_false(value):
+    require_refusal("use_kv_events", value, f"use_kv_events must be True or False, got {value!r}")
+
+
+def test_numbers_may_be_those_of_numpy():
+    config = RouterConfig(
+        block_size=np.int64(16),
+        overlap_score_weight=np.float32(0.5),
+        temperature=np.float64(1),
+        stale_worth=1,
+        request_expiry_s=np.int32(1),
+        approximate_ttl_s=1e300,
+    )
+    assert (config.block_size, config.overlap_score_weight) == (16, 0.5)

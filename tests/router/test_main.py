@@ -5,17 +5,41 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 COMMAND = [sys.executable, "-m", "kvplug.router", "--port", "0", "--worker", "http://127.0.0.1:9"]
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+# In place of uvloop, the first that the router imports. A call back from C as LLVM makes them while
+# it compiles: no exception gets out of it.
+WAITS_FOR_EVER = """
+import ctypes, sys, threading
+
+@ctypes.CFUNCTYPE(None)
+def wait():
+    sys.stderr.write("importing\\n")
+    threading.Event().wait()
+
+wait()
+"""
+
+
+@contextmanager
+def running(**environment):
+    environment = {**os.environ, **environment}
+    with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
 def process():
-    with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True) as process:
+    with running() as process:
         yield process
-        process.kill()
 
 
 def lines_until(process, pattern):
@@ -27,10 +51,31 @@ def lines_until(process, pattern):
     raise AssertionError(f"no line matches {pattern!r}: {''.join(lines)}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@SIGNALS
 def test_it_starts_with_no_worker_up_and_stops_on_a_signal(process, number):
     said = lines_until(process, r"listening on http://127\.0\.0\.1:\d+")
     assert "worker http://127.0.0.1:9 is not reachable" in said
     os.kill(process.pid, number)
     assert process.wait(timeout=20) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+def require_quiet_end(process, number):
+    os.kill(process.pid, number)
+    assert process.wait(timeout=20) == 0
+    assert process.stderr.read() == ""
+
+
+@SIGNALS
+def test_a_signal_while_it_imports_ends_it_without_a_word(number, tmp_path):
+    (tmp_path / "uvloop.py").write_text(WAITS_FOR_EVER)
+    with running(PYTHONPATH=str(tmp_path)) as process:
+        lines_until(process, "importing")
+        require_quiet_end(process, number)
+
+
+@SIGNALS
+def test_a_signal_while_it_compiles_ends_it_without_a_word(number, tmp_path):
+    with running(NUMBA_CACHE_DIR=str(tmp_path)) as process:
+        lines_until(process, "compiling kernels")
+        require_quiet_end(process, number)

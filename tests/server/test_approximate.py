@@ -43,7 +43,7 @@ def test_the_flags_become_the_configuration():
 def test_a_time_to_live_of_nothing_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--worker", WORKER, "--no-kv-events", "--approximate-ttl-s", "0"])
-    assert "approximate_ttl_s must be above 0, got 0.0" in capsys.readouterr().err
+    assert "approximate_ttl_s must be a finite number above 0, got 0.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{}, {"events_bind": "tcp://127.0.0.1:*"}])

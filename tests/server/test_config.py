@@ -82,10 +82,10 @@ BAD_NUMBERS = [
     (["--max-index-bytes", "-1"], "max_bytes of an index must be at least 65536, got -1"),
     (["--approximate-ttl-s", "x"], "invalid float value: 'x'"),
     (["--approximate-ttl-s", ""], "invalid float value: ''"),
-    (["--approximate-ttl-s", "0"], "approximate_ttl_s must be above 0, got 0.0"),
-    (["--approximate-ttl-s", "-1"], "approximate_ttl_s must be above 0, got -1.0"),
-    (["--approximate-ttl-s", "nan"], "approximate_ttl_s must be above 0, got nan"),
-    (["--approximate-ttl-s=-inf"], "approximate_ttl_s must be above 0, got -inf"),
+    (["--approximate-ttl-s", "0"], "approximate_ttl_s must be a finite number above 0, got 0.0"),
+    (["--approximate-ttl-s", "-1"], "approximate_ttl_s must be a finite number above 0, got -1.0"),
+    (["--approximate-ttl-s", "nan"], "approximate_ttl_s must be a finite number above 0, got nan"),
+    (["--approximate-ttl-s=-inf"], "approximate_ttl_s must be a finite number above 0, got -inf"),
 ]
 
 
