@@ -117,6 +117,12 @@ def test_odd_fields_are_read_alike_or_left_to_the_codec(event, changes, tag):
     same_as_codec(encode([1.0, [{"type": tag, **event, **changes}], 0]))
 
 
+def test_a_key_that_is_no_text_is_left_to_the_codec():
+    """Which refuses the event: it may be a damaged name of a field."""
+    tag = b"\x82\xa4type\xafAllCacheCleared"
+    assert_alike_if_decodable(b"\x92\xcb" + bytes(8) + b"\x91" + tag + b"\xa6\x00\x80dium\xa3GPU")
+
+
 @given(batches, st.data())
 def test_damaged_bytes_are_read_alike_or_left_to_the_codec(batch, data):
     payload = bytearray(encode(batch))

@@ -155,11 +155,20 @@ def _is_word(data: Bytes, at: Index, length: Index, words: Bytes, row: Index) ->
 
 
 @inlined
+def _is_ascii(data: Bytes, start: Index, length: Index) -> bool:
+    for i in range(length):
+        if data[start + i] > 0x7F:
+            return False
+    return True
+
+
+@inlined
 def word(data: Bytes, at: Index, words: Bytes, guess: Index) -> tuple[Index, Index]:
     """(which of the words the string at `at` is, position behind it).
 
-    Number of words: none of them. -1: no string, or a long one. Engines name their fields in a
-    fixed order, so the one after the last is tried first.
+    Number of words: none of them. -1: no string, a long one, or one that is not of ASCII, which may
+    be no text at all. Engines name their fields in a fixed order, so the one after the last is
+    tried first.
     """
     length, start = _string_header(data, at)
     num_words = len(words) // 32
@@ -170,7 +179,7 @@ def word(data: Bytes, at: Index, words: Bytes, guess: Index) -> tuple[Index, Ind
     for row in range(num_words):
         if _is_word(data, start, length, words, row):
             return row, start + length
-    return num_words, start + length
+    return (num_words, start + length) if _is_ascii(data, start, length) else (FAILED, at)
 
 
 @inlined
@@ -184,11 +193,8 @@ def after_scalar(data: Bytes, at: Index, end: Index) -> Index:
     if 0xCC <= first <= 0xD3:
         return at + 1 + (np.int64(1) << np.int64((first - 0xCC) & 3))
     length, start = _string_header(data, at)
-    if length < 0 or start + length > end:
+    if length < 0 or start + length > end or not _is_ascii(data, start, length):
         return FAILED
-    for i in range(length):
-        if data[start + i] > 0x7F:
-            return FAILED
     return start + length
 
 
