@@ -18,9 +18,9 @@ I64 = npt.NDArray[np.int64]
 
 _MIN_CAPACITY = 64
 # Growing a small table costs as much as storing, mostly in pages that are touched for the first
-# time (kvplug/index/memory.py): so it grows to 256 KiB, to 4 MiB, to 8 MiB, and only then by
+# time (kvplug/index/memory.py): so it grows to 256 KiB, to one huge page, and only then by
 # little. Doubling instead took three times as long, from empty to 2 MiB.
-_STEPS = 2**14, 2**18, kernels.LARGE
+_STEPS = 2**14, kernels.LARGE
 _GROWTH = 1.15
 
 

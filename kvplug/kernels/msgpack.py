@@ -156,10 +156,10 @@ def _is_word(data: Bytes, at: Index, length: Index, words: Bytes, row: Index) ->
 
 @inlined
 def _is_ascii(data: Bytes, start: Index, length: Index) -> bool:
+    highest = np.uint8(0)
     for i in range(length):
-        if data[start + i] > 0x7F:
-            return False
-    return True
+        highest |= data[start + i]
+    return bool(highest <= 0x7F)
 
 
 @inlined
