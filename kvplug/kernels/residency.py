@@ -333,35 +333,52 @@ def _run_without(
 
 
 class Left(NamedTuple):
-    """Of the last block that left a holder: the run that it is in, the one that it came from, and
-    their sets.
+    """Of the last block that left a holder: the run that it is in, the one that it came from, their
+    sets; and if it was the end of a run and nobody else had it, the place of the one before it.
     """
 
     run: np.uint64
     source: np.uint64
     before: np.int64
     wanted: np.int64
+    next_end: np.uint64
 
 
 @inlined
 def nothing_left() -> Left:
     """No block has left yet."""
-    return Left(runs.NO_RUN, runs.NO_RUN, np.int64(0), np.int64(0))
+    return Left(runs.NO_RUN, runs.NO_RUN, np.int64(0), np.int64(0), _0)
 
 
 @inlined
-def leave_holder(
-    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index, last: Left
-) -> tuple[int, Left]:
-    """One copy less of a block: what became of it, and Left for the next block of the event."""
-    capacity = capacity_of(blocks.table)
-    slot = find_slot(blocks.table, hash_, capacity)
-    value = blocks.table[_2 * slot + _1]
-    run, depth = runs.run_of(value), runs.depth_of(value)
-    if value == _0 or not is_held_by(blocks, run, holder):
-        return NOT_HELD, last
-    if num_entries(blocks.copies) != _0 and _take_copy(blocks.copies, copy_key(hash_, holder)):
-        return KEPT, last
+def _next_end(blocks: Blocks, run: np.uint64, depth: np.uint64) -> np.uint64:
+    """The place before `depth` if that is the end of a whole run, and not its start; else 0."""
+    is_end = runs.get(blocks.runs, run, runs.END) + _1 == depth
+    if not is_end or runs.num_holes(blocks.runs, run) != _0:
+        return _0
+    is_start = runs.get(blocks.runs, run, runs.START) + _1 >= depth
+    return _0 if is_start else runs.place(run, depth - _1)
+
+
+@inlined
+def _leave_end(blocks: Blocks, names: Names, name: np.uint64, slot: np.uint64, last: Left) -> Left:
+    """The block at last.next_end leaves: what all but the first of a tail do."""
+    run, depth = runs.run_of(last.next_end), runs.depth_of(last.next_end)
+    if len(names.slots) > 0:
+        delete(names.slots, name)
+    runs.put(blocks.runs, run, runs.END, depth - _1)
+    erase_slot(blocks.table, slot, capacity_of(blocks.table))
+    return Left(runs.NO_RUN, run, last.before, last.wanted, _next_end(blocks, run, depth))
+
+
+@inlined
+def _leave_run(
+    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index,
+    slot: np.uint64, last: Left,
+) -> Left:  # fmt: skip
+    """The holder has no copy of the block any more."""
+    place = blocks.table[_2 * slot + _1]
+    run, depth = runs.run_of(place), runs.depth_of(place)
     # The same set is wanted for a block of the same set. It is alive, as a run has got it; and the
     # number of one that has the holder goes to no other while the holder only leaves.
     before, wanted = set_of(blocks, run), last.wanted
@@ -373,8 +390,8 @@ def leave_holder(
         delete(names.slots, name)
     if wanted == 0:
         _take_out(blocks, run, depth, hash_)
-        erase_slot(blocks.table, slot, capacity)
-        return GONE, Left(runs.NO_RUN, run, before, wanted)
+        erase_slot(blocks.table, slot, capacity_of(blocks.table))
+        return Left(runs.NO_RUN, run, before, wanted, _next_end(blocks, run, depth))
     other = _run_below(blocks, run, wanted, depth)
     if other != runs.NO_RUN:
         runs.prepend(blocks.runs, other)
@@ -385,7 +402,26 @@ def leave_holder(
         other = _run_without(blocks, run, wanted, depth, hash_)
     blocks.table[_2 * slot + _1] = runs.place(other, depth)
     _take_out(blocks, run, depth, hash_)
-    return GONE, Left(other, run, before, wanted)
+    return Left(other, run, before, wanted, _0)
+
+
+@inlined
+def leave_holder(
+    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index, last: Left
+) -> tuple[int, Left]:
+    """One copy less of a block: what became of it, and Left for the next block of the event."""
+    slot = find_slot(blocks.table, hash_, capacity_of(blocks.table))
+    place = blocks.table[_2 * slot + _1]
+    if place == _0:
+        return NOT_HELD, last
+    has_copies = num_entries(blocks.copies) != _0
+    if place == last.next_end and not has_copies:
+        return GONE, _leave_end(blocks, names, name, slot, last)
+    if not is_held_by(blocks, runs.run_of(place), holder):
+        return NOT_HELD, last
+    if has_copies and _take_copy(blocks.copies, copy_key(hash_, holder)):
+        return KEPT, last
+    return GONE, _leave_run(blocks, names, name, hash_, holder, slot, last)
 
 
 @inlined
