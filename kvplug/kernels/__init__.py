@@ -13,9 +13,14 @@
 
 made of parts of those:
 
-    residency  a block joins a holder and leaves it
+    residency  what the next two have in common
+    joining    blocks join a holder
+    leaving    blocks leave a holder
+    reach      how far each rank reaches in a request, border by border
     matching   a request's blocks -> how much of it each rank holds
+    pricing    tokens of a request -> what it would cost on each rank
     wire       stock event messages -> records
+    packed     packed events -> where their parts are
     applying   records, or packed events -> the index, changed
     storing    the blocks of one event -> the index, changed
     sweeping   many blocks out of the index at once: clears

@@ -19,21 +19,18 @@ from kvplug.kernels import msgpack, packed, runs, wire
 from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u4, u8
 from kvplug.kernels.bundle import i64_of, u1_of, u32_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
-from kvplug.kernels.residency import (
-    NOT_HELD,
-    Blocks,
-    Names,
-    can_join,
-    can_leave,
-    claim,
-    hash_of_name,
-    hold,
-    leave_holder,
-    nothing_left,
+from kvplug.kernels.joining import can_join, claim, hold
+from kvplug.kernels.leaving import NOT_HELD, can_leave, leave_holder, nothing_left
+from kvplug.kernels.residency import Blocks, Names, hash_of_name
+from kvplug.kernels.table import (
+    capacity_of,
+    delete,
+    num_entries,
+    num_over_limit,
     touch_next,
     touch_slots,
+    value_of,
 )
-from kvplug.kernels.table import capacity_of, delete, num_entries, num_over_limit, value_of
 
 Bytes = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

@@ -3,7 +3,7 @@
 In:  hashes and names of one event's blocks, a holder, the arrays of kernels/residency.py.
 Out: the arrays changed; how many blocks that were.
 
-The caller has made room (residency.can_join, can_leave). Twin: tests/index/twin.py.
+The caller has made room (joining.can_join, leaving.can_leave). Twin: tests/index/twin.py.
 """
 
 import numpy as np
@@ -11,17 +11,9 @@ import numpy.typing as npt
 
 from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import i8, kernel, reads, u1, u4, u8, void, writes
-from kvplug.kernels.residency import (
-    GONE,
-    NOT_HELD,
-    Blocks,
-    Names,
-    claim,
-    hash_of_name,
-    hold,
-    leave_holder,
-    nothing_left,
-)
+from kvplug.kernels.joining import claim, hold
+from kvplug.kernels.leaving import GONE, NOT_HELD, leave_holder, nothing_left
+from kvplug.kernels.residency import Blocks, Names, hash_of_name
 from kvplug.kernels.table import capacity_of, find_slot, value_of
 
 Bytes = npt.NDArray[np.uint8]

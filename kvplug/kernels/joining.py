@@ -1,0 +1,182 @@
+"""Blocks join a holder.
+
+In:  sequence hashes of consecutive blocks, what the engine calls them, a holder number.
+Out: the arrays of kernels/residency.py, changed.
+
+An event is claimed first (its slots found and filled, or everything taken back if a name and a
+content do not go together), then held. A block that is new to a holder leaves its run for one whose
+set has the holder, too: at best the run of the block before. Parts for storing.py and applying.py.
+Twin: tests/index/twin.py.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import holders, runs
+from kvplug.kernels._jit import inlined
+from kvplug.kernels.residency import (
+    Blocks,
+    Names,
+    copy_key,
+    follows,
+    is_held_by,
+    is_named,
+    new_run,
+    set_of,
+    take_out,
+)
+from kvplug.kernels.table import (
+    capacity_of,
+    count_up,
+    delete,
+    fill_slot,
+    find_slot,
+    has_room,
+    touch_next,
+    touch_slots,
+)
+
+U64 = npt.NDArray[np.uint64]
+Index = int | np.int64
+
+_0, _1, _2, _32 = (np.uint64(n) for n in (0, 1, 2, 32))
+_CLAIMED = np.uint64(0xFFFFFFFF)  # the run of a block that has none yet
+_NOTHING = ~_0
+
+
+@inlined
+def can_join(blocks: Blocks, names: Names, holder: Index, num_blocks: Index) -> bool:
+    """Whether as many blocks, new ones all of them, fit in every array."""
+    fits = has_room(blocks.table, num_blocks) and has_room(blocks.copies, num_blocks)
+    if len(names.slots) > 0:
+        fits = fits and has_room(names.slots, num_blocks)
+    fits = fits and runs.has_room(blocks.runs, num_blocks)
+    return fits and holders.has_room(blocks.meta, blocks.header, holder, num_blocks)
+
+
+@inlined
+def _fits_content(value: np.uint64, hash_: np.uint64, depth: np.uint64) -> bool:
+    """Whether the table has the block at this depth of a sequence, or not at all."""
+    if value == _0:
+        return bool(hash_ != _0)
+    return bool(runs.depth_of(value) == depth and runs.run_of(value) != _CLAIMED)
+
+
+@inlined
+def _claim_name(
+    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, value: np.uint64
+) -> int:
+    """1 if the name is new, 0 if it is there, -1 if the two do not go together."""
+    at = find_slot(names.slots, name, capacity_of(names.slots))
+    known = names.slots[_2 * at + _1]
+    if known != _0:
+        return 0 if known == hash_ and value != _0 else -1
+    if value != _0 and is_named(blocks, names, set_of(blocks, runs.run_of(value))):
+        return -1  # under another name
+    fill_slot(names.slots, at, name, hash_)
+    return 1
+
+
+@inlined
+def _give_back(blocks: Blocks, names: Names, event_names: U64, hashes: U64, at: U64) -> None:
+    for i in range(len(at) - 1, -1, -1):
+        if at[i] & _1 != _0:
+            delete(names.slots, event_names[i])
+        if at[i] & _2 != _0:
+            delete(blocks.table, hashes[i])
+
+
+@inlined
+def claim(
+    blocks: Blocks, names: Names, event_names: U64, hashes: U64, depth: np.uint64, out_at: U64
+) -> bool:
+    """Find or fill the slot of each block; False, and nothing done, if there is a conflict.
+
+    out_at[i]: the slot, times 4, plus 2 if the block is new to the table, plus 1 if its name is.
+    """
+    capacity = capacity_of(blocks.table)
+    touch_slots(blocks.table, hashes)
+    if len(names.slots) > 0:
+        touch_slots(names.slots, event_names)
+    for i in range(len(hashes)):
+        touch_next(blocks.table, hashes, i, capacity)
+        if len(names.slots) > 0:
+            touch_next(names.slots, event_names, i, capacity_of(names.slots))
+        slot = find_slot(blocks.table, hashes[i], capacity)
+        value, named = blocks.table[_2 * slot + _1], 0
+        fits = _fits_content(value, hashes[i], depth)
+        if fits and len(names.slots) > 0:
+            named = _claim_name(blocks, names, event_names[i], hashes[i], value)
+        if not fits or named < 0:
+            _give_back(blocks, names, event_names, hashes, out_at[:i])
+            return False
+        out_at[i] = (slot << _2) | (_2 if value == _0 else _0) | np.uint64(named)
+        if value == _0:
+            fill_slot(blocks.table, slot, hashes[i], runs.place(_CLAIMED, depth))
+        depth += _1
+    return True
+
+
+@inlined
+def _run_with(
+    blocks: Blocks, holder: Index, source: np.uint64, last: np.uint64,
+    depth: np.uint64, seed: np.uint64, before: np.uint64,
+) -> np.uint64:  # fmt: skip
+    """The run for a block that leaves `source` (0: a new block) as the holder gets it, too."""
+    set_id = _0 if source == runs.NO_RUN else runs.get(blocks.runs, source, runs.SET)
+    wanted = holders.toggled(
+        blocks.bits, blocks.meta, blocks.intern, blocks.header, np.int64(set_id), holder
+    )
+    if follows(blocks, last, wanted, depth):
+        return last
+    created = new_run(blocks, wanted, depth, seed, before)
+    is_next = last != runs.NO_RUN and runs.get(blocks.runs, last, runs.END) + _1 == depth
+    if is_next and runs.below(blocks.runs, last) == runs.NO_RUN:
+        runs.link(blocks.runs, last, created, before)
+    return created
+
+
+@inlined
+def _link_rest(
+    blocks: Blocks, run: np.uint64, rest: np.uint64, depth: np.uint64, hash_: np.uint64
+) -> None:
+    """What `rest` still has follows the run that took its head: a match need not look for it."""
+    is_next = runs.get(blocks.runs, rest, runs.START) == depth + _1
+    if is_next and runs.is_live(blocks.runs, rest):
+        runs.link(blocks.runs, run, rest, hash_)
+
+
+@inlined
+def hold(
+    blocks: Blocks, holder: Index, hashes: U64, at: U64, depth: np.uint64,
+    last: np.uint64, before: np.uint64, seed: np.uint64,
+) -> Index:  # fmt: skip
+    """The holder has one more copy of each claimed block; returns how many it had none of.
+
+    `depth` of the first one, `last` and `before`: the run and the hash of the block before it.
+    """
+    last_source, num_new = _NOTHING, 0
+    for i in range(len(hashes)):
+        slot = at[i] >> _2
+        source = runs.run_of(blocks.table[_2 * slot + _1])
+        if source == _CLAIMED:
+            source = runs.NO_RUN
+        if source != runs.NO_RUN and is_held_by(blocks, source, holder):
+            count_up(blocks.copies, copy_key(hashes[i], holder), np.uint64(holder) << _32)
+            last, last_source = source, _NOTHING
+        else:
+            # A stretch of one run stays together: no set to look for after its first block.
+            if source != last_source:
+                last = _run_with(blocks, holder, source, last, depth, seed, before)
+            runs.append(blocks.runs, last, hashes[i], before)
+            if source != runs.NO_RUN:
+                take_out(blocks, source, depth, hashes[i])
+                if i == len(hashes) - 1:
+                    _link_rest(blocks, last, source, depth, hashes[i])
+            blocks.table[_2 * slot + _1] = runs.place(last, depth)
+            last_source = source
+            num_new += 1
+        before = hashes[i]
+        depth += _1
+    runs.touch(blocks.runs, last)
+    return num_new
