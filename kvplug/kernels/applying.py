@@ -23,10 +23,12 @@ from kvplug.kernels.joining import can_join, claim, hold
 from kvplug.kernels.leaving import NOT_HELD, can_leave, leave_holder, nothing_left
 from kvplug.kernels.residency import Blocks, Names, hash_of_name
 from kvplug.kernels.table import (
+    NUM_TOUCHED,
     capacity_of,
     delete,
     num_entries,
     num_over_limit,
+    touch,
     touch_next,
     touch_slots,
     value_of,
@@ -265,6 +267,22 @@ def _apply_packed(
 
 
 @inlined
+def _touch_words(slots: U64, data: Bytes, at: Index, num_words: Index) -> None:
+    place, capacity = np.uint64(at), capacity_of(slots)
+    for _ in range(min(NUM_TOUCHED, num_words)):
+        touch(slots, load_u64(data, place), capacity)
+        place += _8
+
+
+@inlined
+def _touch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> None:
+    """While one event is applied, have what the next one begins with on its way from memory."""
+    _touch_words(index.names.slots, data, event.names, event.num_blocks)
+    if event.kind == wire.STORED:
+        _touch_words(index.blocks.table, data, event.hashes, event.num_blocks)
+
+
+@inlined
 def _apply_payload(
     first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
 ) -> Index:
@@ -281,6 +299,8 @@ def _apply_payload(
     for number in range(first, num_items - 1):
         out_counts[POSITION] = at
         event = packed.read_event(data, at, end)
+        if number + 2 < num_items:
+            _touch_event(packed.read_event(data, event.end, end), data, index)
         holder = _holder_of(bundle, event.tier)
         if event.kind == wire.CLEARED or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)
