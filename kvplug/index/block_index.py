@@ -41,7 +41,7 @@ from kvplug.index.changes import Changes
 from kvplug.index.cxl import CxlBlocks
 from kvplug.index.domain import Domain
 from kvplug.index.domains import Domains
-from kvplug.index.event_applier import EventApplier, Flag
+from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.holder_numbers import HolderNumbers
@@ -136,13 +136,14 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
-        return self.holdings.nbytes + self.room.nbytes + self._others_nbytes(None, 0)
+        tables = self.holdings.nbytes + self.room.nbytes + self._others_nbytes(None, 0)
+        return tables + self._applier.extra_nbytes
 
     def _others_nbytes(self, growing: Domain | None, num_more: int) -> int:
         more = 0
         if growing is not None:
             more = growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        return self._besides.nbytes + self.domains.nbytes + self._applier.nbytes + more
+        return self._besides.nbytes + self.domains.nbytes + LEAST_NBYTES + more
 
     def _all_named(self) -> list[tuple[U64, U64]]:
         return [self.domains.named(domain) for domain in self.domains.in_use]

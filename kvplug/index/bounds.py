@@ -23,7 +23,9 @@ _WORDS_PER_NAME = 0.25  # 16 bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """max_blocks: distinct blocks; max_bytes: memory of all tables. None is no bound."""
+    """max_blocks: distinct blocks; max_bytes: memory of all tables, without the buffers that
+    unusually large events pass through. None is no bound.
+    """
 
     max_blocks: int | None = None
     max_bytes: int | None = None

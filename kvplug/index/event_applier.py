@@ -29,6 +29,8 @@ Flag = npt.NDArray[np.uint8]
 
 _MIN_SCRATCH = 256
 _MIN_PAYLOAD = 2**16
+LEAST_NBYTES = _MIN_PAYLOAD + PADDING + 3 * 8 * _MIN_SCRATCH
+"""Of buffers that events up to a usual size pass through."""
 
 
 class EventApplier:
@@ -55,9 +57,9 @@ class EventApplier:
         self._make_payload(_MIN_PAYLOAD)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory of what events are copied to on their way."""
-        return int(self._scratch.nbytes) + len(self._payload)
+    def extra_nbytes(self) -> int:
+        """Bytes of memory of what events are copied to on their way, beyond LEAST_NBYTES."""
+        return int(self._scratch.nbytes) + len(self._payload) - LEAST_NBYTES
 
     @property
     def needs_decision(self) -> bool:
@@ -117,17 +119,23 @@ class EventApplier:
         self._bundles.clear()
 
     def _bundle_for(self, rank: Rank, domain: Domain) -> U64:
+        if self._num_changes == self._changes.count:
+            bundle = self._bundles.get(rank)
+            if bundle is not None:
+                return bundle.words
+        return self._collect_anew(rank, domain).words
+
+    def _collect_anew(self, rank: Rank, domain: Domain) -> Bundle:
+        # The rank may get its numbers only now, which changes the members of its domain.
+        holders = self._numbers.holder_of_tier(self._numbers.number_of(rank))
         if self._num_changes != self._changes.count:
             self._bundles.clear()
-        bundle = self._bundles.get(rank)
-        if bundle is None:
-            bundle = self._bundles[rank] = self._collect(rank, domain)
             self._num_changes = self._changes.count
-        return bundle.words
+        bundle = self._bundles[rank] = self._collect(rank, domain, holders)
+        return bundle
 
-    def _collect(self, rank: Rank, domain: Domain) -> Bundle:
+    def _collect(self, rank: Rank, domain: Domain, holders: I64) -> Bundle:
         number = self._numbers.number_of(rank)
-        holders = self._numbers.holder_of_tier(number)
         names, expected = domain.table.slots, self._speculative.table.slots
         of_rank = np.concatenate([[mark_of(number)], holders.astype(np.uint64)])
         return Bundle(

@@ -184,6 +184,8 @@ class Holdings:
         live = self.runs.is_live
         if int(live.sum()) != len(self.runs):
             raise IndexCorruptError("runs: counted others than there are")
+        if not self.runs.is_list_whole:
+            raise IndexCorruptError("runs: the free numbers are no list")
         sets = self.runs.column(runs.SET)[live].astype(np.int64)
         if not sets.all():
             raise IndexCorruptError("runs: a run that nobody has")
@@ -210,7 +212,7 @@ class Holdings:
         is_holder = holders < 64 * words
         at = np.flatnonzero(is_holder), holders[is_holder] // 64
         expected[at] = np.uint64(1) << (holders[is_holder] % 64).astype(np.uint64)
-        if not np.array_equal(found, expected):
+        if not is_holder.all() or not np.array_equal(found, expected):
             raise IndexCorruptError("runs: another holder comes or goes than is remembered")
 
     def _check_places(self) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import MoeLabel
+from kvplug.index.changes import Changes
 from kvplug.index.expiring import mark_of
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_numbers import HolderNumbers
@@ -36,7 +37,7 @@ class MoeLabels:
         self._numbers, self._holdings = numbers, holdings
         self._number_of: dict[MoeLabel, int] = {}
         self._next, self._max_labels = 1, _MIN_LABELS
-        self.table = HashTable()
+        self.table = HashTable(Changes(is_tight=True))
         self.are_any = False  # may be True when the last one has just gone
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class MoeLabels:
 
     def load(self, state: list[tuple[MoeLabel, int]], slots: U64) -> None:
         """Be what other labels were."""
-        self._number_of, self.table = dict(state), HashTable(slots=slots)
+        self._number_of, self.table = dict(state), HashTable(Changes(is_tight=True), slots)
         self._next = 1 + max(self._number_of.values(), default=0)
         self.are_any = len(self.table) > 0
 

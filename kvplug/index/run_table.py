@@ -58,6 +58,13 @@ class RunTable:
         return live
 
     @property
+    def is_list_whole(self) -> bool:
+        """Whether every free number is followed once, and the last one by the first beyond them."""
+        free = np.flatnonzero(~self.is_live)  # run 0 has the first one
+        following = np.sort(self.column(kernels.START)[free])
+        return np.array_equal(following, np.append(free[1:], self.capacity))
+
+    @property
     def above(self) -> U64:
         """uint64[capacity], the run above each, 0 if it is not known."""
         return np.asarray(self.column(kernels.LINKS) & _LOW)

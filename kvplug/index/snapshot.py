@@ -176,7 +176,8 @@ def _require_runs(arrays: Arrays) -> None:
     _require((links >> _SHIFT < num_runs).all(), "a run is linked to one that is none")
     starts = words.reshape(-1, runs.WIDTH)[:, int(runs.START)]
     is_free = words.reshape(-1, runs.WIDTH)[:, int(runs.USED)] >> _SHIFT == 0
-    _require((starts[is_free] <= num_runs).all(), "the free runs are no list")
+    is_sound = 0 < starts[0] <= num_runs and (starts[is_free] <= num_runs).all()
+    _require(is_sound, "the free runs are no list")
 
 
 def _require_sets(arrays: Arrays) -> None:

@@ -83,6 +83,8 @@ class Clearing(Sweep):
     def __init__(self, holdings: Holdings, domain: Named, holders: Sequence[int]) -> None:
         super().__init__(holdings)
         self._names, self._members = domain
+        # A number that no set has room for yet is in none.
+        holders = [holder for holder in holders if holder < 64 * holdings.sets.words]
         self._holders: I64 = np.array(holders, dtype=np.int64)
         self._counts: I64 = np.zeros(2, dtype=np.int64)
         self.is_done = not holders

@@ -107,9 +107,8 @@ def _mix(ranks: Ranks, out: Out) -> None:
 @inlined
 def _settle(rank: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
     """Count what the rank had up to block `at`."""
-    if ranks.left[rank] == _STAYS:
-        out.credit[rank] += holders.credits[ranks.has[rank]] * (at - ranks.since[rank])
-        ranks.since[rank] = at
+    out.credit[rank] += holders.credits[ranks.has[rank]] * (at - ranks.since[rank])
+    ranks.since[rank] = at
 
 
 @inlined
@@ -123,17 +122,19 @@ def _flip_pool(rank: Index, gains: bool, ranks: Ranks) -> None:
 
 @inlined
 def _flip(owner: Index, gains: bool, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
-    """A holder comes or goes with block `at`."""
+    """A holder comes or goes with block `at`; what a rank had that has left counts at the end."""
     if owner >= 0:
         rank = owner >> 2
-        _settle(rank, at, holders, ranks, out)
-        ranks.has[rank] ^= 1 << (owner & 3)
+        if ranks.left[rank] == _STAYS:
+            _settle(rank, at, holders, ranks, out)
+            ranks.has[rank] ^= 1 << (owner & 3)
     elif owner < -1:
         first = -1 - owner
         for i in range(first, first + holders.readers[first - 1]):
             rank = holders.readers[i]
-            _settle(rank, at, holders, ranks, out)
-            _flip_pool(rank, gains, ranks)
+            if ranks.left[rank] == _STAYS:
+                _settle(rank, at, holders, ranks, out)
+                _flip_pool(rank, gains, ranks)
 
 
 @inlined

@@ -195,3 +195,17 @@ def test_many_requests_may_come_as_a_list(index):
     hashes = index.hasher.sequence_hashes(as_tokens(TOKENS)).tolist()
     first, second = index.overlap_many([*hashes, hashes[0]], np.array([4, 5]))
     assert (first.depth.tolist(), second.depth.tolist()) == ([2, 0], [1, 0])
+
+
+def test_the_same_question_gets_the_same_answer():
+    """A border is crossed with what the first query has found there: {a, b}, {b}, {a, b, c}."""
+    c, tokens = Rank("c"), tuple(range(24))
+    with index_of(A, B, c) as index:
+        for rank, start, num in ((B, 0, 4), (A, 0, 2), (A, 4, 2), (B, 4, 2), (c, 4, 2)):
+            parent = 9 + start if start else None
+            names = range(10 + start, 10 + start + num)
+            apply(index, rank, stored(*names, tokens=tokens, start=start, parent=parent))
+        for _ in range(3):
+            overlap = index.overlap(hashes_of(index, tokens))
+            assert overlap.depth.tolist() == [2, 6, 0]
+            assert overlap.credit.tolist() == [2.0, 6.0, 0.0]

@@ -164,6 +164,16 @@ def test_what_is_no_block_of_an_engine_takes_no_block_away():
     assert index.room.lost.num_blocks == 0
 
 
+def test_a_large_event_locks_nobody_out():
+    index = bounded(max_bytes=400_000)
+    event = BlockRemoved(block_hashes=tuple(range(50_000)), tier=Tier.DEVICE)
+    apply(index, RANKS[0], event, "recorded")
+    assert index.nbytes > 400_000
+    for chain in range(30):
+        tokens = tuple(range(chain * 1000, chain * 1000 + 100))
+        assert apply(index, RANKS[0], stored(tokens, 100), "recorded").num_stored == 100
+
+
 def test_all_memory_is_counted():
     index = BlockIndex(1)
     empty = index.nbytes

@@ -1,6 +1,7 @@
 """Payloads of packed events leave the index as typed events would, or as it was."""
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,3 +161,41 @@ def test_a_header_of_another_form_is_read():
     index = new_index()
     index.apply_packed(A, b"\x91\xcc\x01")
     assert len(index) == 0
+
+
+def test_a_rank_that_never_stored_clears_nobody_else():
+    """It has a number that no set has room for yet."""
+    index = BlockIndex(SIZE)
+    ranks = [Rank(f"w{number}") for number in range(65)]
+    for rank in ranks:
+        index.add_rank(rank)
+    for rank in ranks[:64]:
+        index.apply_packed(rank, packed.encode([packed.PackedRemoved([5])]))
+    for rank, name in ((1, 11), (0, 12), (2, 13), (3, 14)):
+        payload = packed.encode([packed.PackedStored([name], [1000 + name])])
+        index.apply_packed(ranks[rank], payload)
+    index.apply_packed(ranks[2], packed.encode([packed.PackedRemoved([13])]))
+    cleared = index.apply_packed(ranks[64], packed.encode([packed.PackedCleared()]))
+    assert cleared.num_cleared == 0
+    held = {
+        name: np.flatnonzero(index.overlap([1000 + name]).depth).tolist() for name in (11, 12, 14)
+    }
+    assert held == {11: [1], 12: [0], 14: [3]}
+    index.check()
+
+
+def test_a_rank_that_comes_late_keeps_its_names():
+    """Of blocks that another rank of its domain removes; a third one calls blocks otherwise."""
+    index = BlockIndex(SIZE)
+    a, b, other = A, B, Rank("other")
+    for rank in (a, b, other):
+        index.add_rank(rank)
+    hashes = index.hasher.sequence_hashes(as_tokens(range(3 * SIZE)))
+    store = packed.encode([packed.PackedStored([11, 12, 13], hashes)])
+    remove = packed.encode([packed.PackedRemoved([13, 12, 11])])
+    index.apply_packed(a, store)
+    index.apply_packed(other, packed.encode([packed.PackedStored([21, 22, 23], hashes)]))
+    for rank, payload in ((a, store), (a, remove), (b, store), (a, remove)):
+        index.apply_packed(rank, payload)
+    assert sorted(index.engine_hashes_of(b).tolist()) == [11, 12, 13]
+    index.check()
