@@ -125,6 +125,7 @@ class IndexMachine(TwinnedIndexMachine):
     def match(self, blocks, namespace, label):
         tokens = as_tokens([token for block in blocks for token in block])
         hashes = self.index.hasher.sequence_hashes(tokens, seed_of(namespace))
+        self.index.overlap(hashes, now_s=0.0)  # the next one goes on what this one has found
         overlap = self.index.overlap(hashes, now_s=0.0)
         prefixes = [(namespace, sum(blocks[: i + 1], ())) for i in range(len(blocks))]
         hits = {label: self.index.moe_hits(hashes, label, overlap)}

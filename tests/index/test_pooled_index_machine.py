@@ -63,6 +63,7 @@ class PooledIndexMachine(TwinnedIndexMachine):
     @invariant()
     def equals_the_twin(self):
         self.index.check()
+        self.index.overlap(self.hashes)  # the next one goes on what this one has found
         overlap = self.index.overlap(self.hashes)
         hits = {label: self.index.moe_hits(self.hashes, label) for label in LABELS}
         self.compare(CONTENTS, self.hashes, overlap, hits)

@@ -23,6 +23,7 @@ from kvplug.hashing import as_tokens
 from kvplug.index import snapshot, snapshot_file
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
+from kvplug.kernels import runs
 from tests.index.test_evicting import name_of, stored
 
 RANKS = [Rank("a"), Rank("a", 1), Rank("b"), Rank("c")]
@@ -135,7 +136,22 @@ def rewritten(path, change):
     snapshot_file.write(path, file.arrays, file.settings)
 
 
+def break_the_first_free_run(arrays, _):
+    words = arrays["runs"]
+    words[int(runs.USED)] |= np.uint64(1 << 32)
+    words[int(runs.START)] = 10**11
+
+
+def remember_a_holder_that_is_none(arrays, _):
+    words = arrays["runs"].reshape(-1, runs.WIDTH)
+    linked = int(np.flatnonzero(words[:, int(runs.LINKS)] & np.uint64(0xFFFFFFFF))[0])
+    words[linked, int(runs.PARENT)] = 10**13
+
+
 BROKEN = {
+    "the first free run": break_the_first_free_run,
+    "a remembered holder": remember_a_holder_that_is_none,
+    "two free lists": lambda arrays, _: arrays["runs"].__setitem__(8 * 200 + 1, 202),
     "a run that is none": lambda arrays, _: arrays["table"].__setitem__(
         int(np.flatnonzero(arrays["table"][1:-2:2])[0]) * 2 + 1, 2**31
     ),
