@@ -72,12 +72,15 @@ def as_tokens(token_ids: TokensLike) -> Tokens:
 
 
 def as_hashes(sequence_hashes: HashesLike) -> Hashes:
-    """uint64[n], contiguous; raises HashingError for anything but integers in [0, 2**64)."""
+    """uint64[n], contiguous; raises HashingError for all but a row of integers in [0, 2**64)."""
+    expected = "cannot use block hashes: expected integers in [0, 2**64)"
     if isinstance(sequence_hashes, np.ndarray):
-        if sequence_hashes.dtype == _HASH and sequence_hashes.ndim == 1:
+        if sequence_hashes.ndim != 1:
+            got = f"{sequence_hashes.dtype}{sequence_hashes.shape}"
+            raise HashingError(f"{expected} in a row, got {got}")
+        if sequence_hashes.dtype == _HASH:
             return np.ascontiguousarray(sequence_hashes)
         return as_hashes(sequence_hashes.tolist())
-    expected = "cannot use block hashes: expected integers in [0, 2**64)"
     return _as_array(sequence_hashes, "Q", expected)
 
 
@@ -106,8 +109,12 @@ def checked_block_size(block_size: object) -> int:
     return int(block_size)
 
 
-def checked_ends(ends: Ends, total: int, what: str = "tokens") -> Ends:
+def checked_ends(ends: Ends | Sequence[int], total: int, what: str = "tokens") -> Ends:
     """int64[n], contiguous; raises HashingError unless they never fall and reach `total`."""
+    try:
+        ends = np.asarray(ends)
+    except ValueError as error:
+        raise HashingError(f"ends of sequences are integers in a row: {error}") from error
     if ends.ndim != 1 or not np.issubdtype(ends.dtype, np.integer):
         raise HashingError(f"ends of sequences are integers in a row, got {ends.dtype}{ends.shape}")
     ends = np.ascontiguousarray(ends, dtype=np.int64)

@@ -15,7 +15,6 @@ from kvplug.index.holdings import Holdings
 from kvplug.index.overlap import Overlap
 from kvplug.kernels import matching, reach
 from kvplug.kernels.bundle import Bundle
-from kvplug.kernels.matching import overlap
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -69,8 +68,8 @@ class Asking:
 
     def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
         """What each rank holds of a request."""
-        rows = np.empty(self._size, dtype=_COUNT)
-        overlap(sequence_hashes, now_s, self.bundle.words, rows)
+        rows = self.new_rows()
+        matching.overlap(sequence_hashes, now_s, self.bundle.words, rows)
         return Overlap(rows)
 
     def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float) -> list[Overlap]:

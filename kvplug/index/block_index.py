@@ -19,6 +19,8 @@ What is not certain is refused and counted, never guessed (`Refusal`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -286,7 +288,7 @@ class BlockIndex:
         return self.asking.overlap(as_hashes(sequence_hashes), now_s)
 
     def overlap_many(
-        self, sequence_hashes: HashesLike, ends: Ends, now_s: float = 0.0
+        self, sequence_hashes: HashesLike, ends: Ends | Sequence[int], now_s: float = 0.0
     ) -> list[Overlap]:
         """What each rank holds of many requests.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import DecodeError
 from kvplug.events import Rank
 from kvplug.index.applied import Applied, Refusal
 from kvplug.index.domain import Domain
@@ -89,10 +90,13 @@ class EventApplier:
 
     def apply_packed(self, rank: Rank, domain: Domain, payload: bytes) -> tuple[Applied, int]:
         """What became of a payload, and the number of the event that needs a decision; -1: none."""
-        end = len(payload)
-        if end > self._max_payload:
-            self._make_payload(2 * end)
-        self._payload[:end] = payload
+        try:
+            end = len(payload)
+            if end > self._max_payload:
+                self._make_payload(2 * end)
+            self._payload[:end] = payload
+        except TypeError as error:
+            raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
         result = apply_packed(0, 0, end, self._bundle_for(rank, domain))
         if result >= 0:
             return Applied(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1

@@ -7,12 +7,12 @@
     holders    interned sets of holders
     runs       blocks that follow each other and are held by the same set
     msgpack    items of msgpack in an array of bytes
-    expiring   what a rank is taken to hold for a while
     bundle     many arrays as one argument
     costing    overlap and load -> cost per rank
 
 made of parts of those:
 
+    expiring   what a rank is taken to hold for a while
     residency  what the next two have in common
     joining    blocks join a holder
     leaving    blocks leave a holder

@@ -179,9 +179,20 @@ def test_a_copy_named_by_engine_hash_alone_is_followed_where_its_content_is_know
 def test_many_requests_end_where_there_are_hashes(index, ends):
     with pytest.raises(HashingError, match="ends of sequences"):
         index.overlap_many([1, 2, 3], np.array(ends))
+    with pytest.raises(HashingError, match="ends of sequences"):
+        index.overlap_many([1, 2, 3], ends)
 
 
-@pytest.mark.parametrize("hashes", [b"12345678", "text", [-1], [2**64], [1.5], np.ones((2, 2))])
+def test_ends_of_requests_may_be_a_list(index):
+    assert len(index.overlap_many([1, 2, 3], [1, 3])) == 2
+    with pytest.raises(HashingError, match="ends of sequences"):
+        index.overlap_many([1, 2, 3], [[1], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    "hashes",
+    [b"12345678", "text", [-1], [2**64], [1.5], np.ones((2, 2)), np.zeros((0, 4), np.uint64)],
+)
 def test_hashes_of_a_request_are_integers(index, hashes):
     expected = r"cannot use block hashes: expected integers in \[0, 2\*\*64\)"
     with pytest.raises(HashingError, match=expected):

@@ -143,6 +143,13 @@ def test_a_damaged_byte_is_read_as_the_decoder_reads_it(at, byte):
     index.check()
 
 
+@pytest.mark.parametrize("payload", [None, "text", 7, [PAYLOAD]])
+@pytest.mark.parametrize("rank", [A, Rank("unknown")])
+def test_what_is_no_bytes_is_refused(payload, rank):
+    with pytest.raises(DecodeError, match="cannot read packed events: "):
+        new_index().apply_packed(rank, payload)
+
+
 def test_events_before_a_clear_are_done_before_it():
     index = new_index()
     payload = packed.encode([*packed.decode(PAYLOAD), packed.PackedCleared(Tier.DEVICE)])
