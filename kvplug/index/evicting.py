@@ -61,6 +61,7 @@ class Eviction(Sweep):
         sets = held.runs.column(runs.SET)[cut.runs].astype(np.int64)
         lost.num_blocks += self.num_blocks
         lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
+        held.sets.num_held[:] -= held.sets.sum_by_holder(sets, cut.num_blocks)
         kernels.cut_runs(cut.runs, cut.ends, held.runs.words, *held.sets.arrays)
 
     def _run(self) -> Iterator[bool]:

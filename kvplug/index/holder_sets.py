@@ -30,7 +30,8 @@ class HolderSets:
         self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
         self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
         self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
-        self.header: I64 = np.array([self.words, 1, 0], dtype=np.int64)
+        self.header: I64 = np.zeros(kernels.NUM_HELD + 64, dtype=np.int64)
+        self.header[: kernels.NUM_HELD] = self.words, 1, 0
         self._changes = changes or Changes()
 
     def __len__(self) -> int:
@@ -46,6 +47,17 @@ class HolderSets:
     def nbytes(self) -> int:
         """Bytes of memory of all arrays."""
         return int(self.bits.nbytes + self.meta.nbytes + self.intern.nbytes)
+
+    @property
+    def num_held(self) -> I64:
+        """int64[64 * words], how many blocks each holder has."""
+        return self.header[kernels.NUM_HELD :]
+
+    def sum_by_holder(self, sets: I64, num_blocks: I64) -> I64:
+        """int64[64 * words]: for each holder the sum of num_blocks[i] over the sets[i] it is in."""
+        as_bytes = self.bits.reshape(-1, self.words)[sets].view(np.uint8)
+        members = np.unpackbits(as_bytes, axis=1, bitorder="little")
+        return np.asarray(num_blocks @ members, dtype=np.int64)
 
     @property
     def num_members(self) -> I64:
@@ -125,7 +137,9 @@ class HolderSets:
     def _widen(self, words: int) -> None:
         wide = np.zeros((len(self.meta) // 2, words), dtype=np.uint64)
         wide[:, : self.words] = self.bits.reshape(-1, self.words)
+        more: I64 = np.zeros(64 * (words - self.words), dtype=np.int64)
         self.bits, self.words = wide.reshape(-1), words
+        self.header = np.concatenate([self.header, more])
         self.header[kernels.WORDS] = words
         self._changes.count += 1
 

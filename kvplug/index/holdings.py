@@ -165,8 +165,8 @@ class Holdings:
 
     def num_held(self, holder: int) -> int:
         """Number of blocks that the holder has."""
-        sets = self.runs.column(runs.SET).astype(np.int64)
-        return int(self.runs.num_blocks[self.sets.any_of([holder])[sets]].sum())
+        counts = self.sets.num_held
+        return int(counts[holder]) if holder < len(counts) else 0
 
     def check(self) -> None:
         """Every invariant of these arrays; raises IndexCorruptError."""
@@ -190,8 +190,14 @@ class Holdings:
         if not sets.all():
             raise IndexCorruptError("runs: a run that nobody has")
         self.sets.check(sets)
+        self._check_num_held(sets)
         self._check_links()
         self._check_changes()
+
+    def _check_num_held(self, set_of_run: I64) -> None:
+        num_blocks = self.runs.num_blocks[self.runs.is_live]
+        if not np.array_equal(self.sets.num_held, self.sets.sum_by_holder(set_of_run, num_blocks)):
+            raise IndexCorruptError("holdings: a holder counts other blocks than it has")
 
     def _check_links(self) -> None:
         live, above, below = self.runs.is_live, self.runs.above, self.runs.below

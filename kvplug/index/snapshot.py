@@ -182,8 +182,10 @@ def _require_runs(arrays: Arrays) -> None:
 
 def _require_sets(arrays: Arrays) -> None:
     header, meta = arrays["header"], arrays["meta"]
-    num_sets, words = len(meta) // 2, int(header[holders.WORDS]) if len(header) == 3 else 0
-    is_sound = len(header) == 3 and words > 0 and num_sets > 1 and len(meta) % 2 == 0
+    num_sets = len(meta) // 2
+    words = int(header[holders.WORDS]) if len(header) > holders.NUM_HELD else 0
+    has_counts = len(header) == holders.NUM_HELD + 64 * words
+    is_sound = has_counts and words > 0 and num_sets > 1 and len(meta) % 2 == 0
     _require(is_sound, "the header of the sets is none")
     _require(len(arrays["bits"]) == num_sets * words, "sets have other bits than they say")
     _require((arrays["intern"] < num_sets).all(), "a set is interned that is none")

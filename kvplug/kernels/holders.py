@@ -9,7 +9,8 @@ The arrays of the sets, for `num_sets` sets of `words` 64-bit words each:
     bits    uint64[num_sets * words]   members of set s: the set bits of words s*words ..
     meta    uint64[num_sets * 2]       [hash, number of runs]; of a free set: [0, next free set]
     intern  uint32[slots]              open addressing by hash: set numbers, 0 is an empty slot
-    header  int64[3]                   [words, first free set, number of live sets]
+    header  int64[3 + 64 * words]      [words, first free set, number of live sets], then how many
+                                       blocks each holder has
 
 Set 0 is the empty set: never interned, never counted. The hash of a set is the xor of one mark per
 member (Zobrist), so that adding or removing a member costs no walk over the members. A set lives
@@ -27,7 +28,7 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Index = int | np.int64
 
-WORDS, FIRST_FREE, NUM_LIVE = 0, 1, 2
+WORDS, FIRST_FREE, NUM_LIVE, NUM_HELD = 0, 1, 2, 3
 
 _0, _1, _32, _63 = np.uint64(0), np.uint64(1), np.uint64(32), np.uint64(63)
 # splitmix64 (Steele, Lea, Flood 2014): consecutive holder numbers to unrelated marks.

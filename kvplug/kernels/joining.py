@@ -179,4 +179,5 @@ def hold(
         before = hashes[i]
         depth += _1
     runs.touch(blocks.runs, last)
+    blocks.header[holders.NUM_HELD + holder] += num_new
     return num_new

@@ -167,9 +167,11 @@ def leave_holder(
         return NOT_HELD, last
     has_copies = num_entries(blocks.copies) != _0
     if place == last.next_end and not has_copies:
+        blocks.header[holders.NUM_HELD + holder] -= 1
         return GONE, _leave_end(blocks, names, name, slot, last)
     if not is_held_by(blocks, runs.run_of(place), holder):
         return NOT_HELD, last
     if has_copies and _take_copy(blocks.copies, copy_key(hash_, holder)):
         return KEPT, last
+    blocks.header[holders.NUM_HELD + holder] -= 1
     return GONE, _leave_run(blocks, names, name, hash_, holder, slot, last)

@@ -60,6 +60,7 @@ def cut_holders(
                     return run
                 without = holders.toggled(bits, meta, intern, header, now, cleared[i])
                 _move(at, without, run_words, bits, meta, intern, header)
+                header[holders.NUM_HELD + cleared[i]] -= num_blocks
                 out_counts[NUM_COPIES] += num_blocks
         if runs.get(run_words, at, runs.SET) == _0:
             out_counts[NUM_BLOCKS] += num_blocks
