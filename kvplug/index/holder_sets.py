@@ -55,9 +55,15 @@ class HolderSets:
 
     def sum_by_holder(self, sets: I64, num_blocks: I64) -> I64:
         """int64[64 * words]: for each holder the sum of num_blocks[i] over the sets[i] it is in."""
-        as_bytes = self.bits.reshape(-1, self.words)[sets].view(np.uint8)
-        members = np.unpackbits(as_bytes, axis=1, bitorder="little")
-        return np.asarray(num_blocks @ members, dtype=np.int64)
+        of_set = np.bincount(sets, num_blocks, self.capacity).astype(np.int64)
+        used = np.flatnonzero(of_set)
+        words = self.bits.reshape(-1, self.words)[used]
+        sums: I64 = np.empty(64 * self.words, dtype=np.int64)
+        for w in range(self.words):  # one at a time: 64 numbers a set are enough to hold
+            as_bytes = np.ascontiguousarray(words[:, w : w + 1]).view(np.uint8)
+            members = np.unpackbits(as_bytes, axis=1, bitorder="little")
+            sums[64 * w : 64 * (w + 1)] = of_set[used] @ members
+        return sums
 
     @property
     def num_members(self) -> I64:
