@@ -333,6 +333,11 @@ class BlockIndex:
         names, hashes = self.domains.of(rank).table.items()
         return names[self.holdings.which_held(hashes, self.numbers.holders(number, tier))]
 
+    def num_resident(self, rank: Rank) -> int:
+        """Number of distinct blocks that the rank has on its device."""
+        [holder] = self.numbers.holders(self.numbers.number_of(rank), Tier.DEVICE) or [-1]
+        return 0 if holder < 0 else self.holdings.num_held(holder)
+
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
         self.numbers.check()

@@ -62,10 +62,9 @@ class ExpiringBlocks:
 
         `changes` counts when `table.slots` or one of `query_arrays` has become another array.
         """
-        self.ttl_s, self.capacity, self._max_more_expired = ttl_s, capacity, max_more_expired
+        self.ttl_s, self.capacity, self.max_more_expired = ttl_s, capacity, max_more_expired
         self._changes = changes or Changes()
         self.table = HashTable(self._changes)
-        self._deadline_s = -np.inf
         self._keys: U64 = np.zeros(0, dtype=np.uint64)
         self._deadlines: F64 = np.zeros(0)
         self._links: I32 = np.zeros(0, dtype=np.int32)
@@ -92,7 +91,8 @@ class ExpiringBlocks:
         return Ring(self._keys, self._deadlines, self._links, self._state)
 
     @property
-    def _arrays(self) -> tuple[U64, U64, F64, I32, I64]:
+    def arrays(self) -> tuple[U64, U64, F64, I32, I64]:
+        """Slots of the table, then the ring: what kernels.expiring.insert_blocks changes."""
         return self.table.slots, self._keys, self._deadlines, self._links, self._state
 
     @property
@@ -109,10 +109,9 @@ class ExpiringBlocks:
             return
         hashes = sequence_hashes[: self.capacity]
         self._state[kernels.NUM_LOST] += len(sequence_hashes) - len(hashes)
-        self._reserve(rank_number, len(hashes))
-        self._deadline_s = max(self._deadline_s, now_s + self.ttl_s)
-        deadline_s, max_expired = self._deadline_s, len(hashes) + self._max_more_expired
-        kernels.insert(rank_number, now_s, deadline_s, max_expired, hashes, *self._arrays)
+        self.reserve(rank_number, len(hashes))
+        max_expired = len(hashes) + self.max_more_expired
+        kernels.insert(rank_number, now_s, self.ttl_s, max_expired, hashes, *self.arrays)
 
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
@@ -122,12 +121,12 @@ class ExpiringBlocks:
     def forget(self, rank_number: int) -> None:
         """The rank is gone or cleared."""
         if self._num_nodes_of(rank_number):
-            slots, keys, _, links, state = self._arrays
+            slots, keys, _, links, state = self.arrays
             kernels.forget(rank_number, slots, keys, links, state)
 
     def expire(self, now_s: float, max_entries: int = 4096) -> None:
         """Give back the memory of overdue entries, of the oldest ones if there are more."""
-        kernels.expire(now_s, max_entries, *self._arrays)
+        kernels.expire(now_s, max_entries, *self.arrays)
 
     def extend(self, sequence_hashes: U64, depths: I64, now_s: float) -> I64:
         """int64[ranks]: each depth moved on over the entries that follow it."""
@@ -176,7 +175,9 @@ class ExpiringBlocks:
         counts = self._state[kernels.NUM_OF_RANK :]
         return int(counts[rank_number]) if rank_number < len(counts) else 0
 
-    def _reserve(self, rank_number: int, num_more: int) -> None:
+    def reserve(self, rank_number: int, num_more: int) -> None:
+        """Make room for so many blocks of the rank, up to `capacity`."""
+        num_more = min(num_more, self.capacity)
         num_nodes = len(self._keys)
         needed = min(int(self._state[kernels.NUM_USED]) + num_more, self.capacity)
         if needed > num_nodes:

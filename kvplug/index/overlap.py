@@ -31,11 +31,6 @@ class Overlap:
     def _rows(self) -> I64:
         return self._answer.reshape(matching.NUM_ROWS, len(self._answer) // matching.NUM_ROWS)
 
-    @classmethod
-    def empty(cls, num_ranks: int) -> Overlap:
-        """Nobody holds anything."""
-        return cls(np.zeros(matching.NUM_ROWS * num_ranks, dtype=np.int64))
-
     @property
     def depth(self) -> I64:
         """int64[ranks]."""
@@ -77,7 +72,3 @@ class Overlap:
     def held(self) -> I64:
         """int64[ranks], in any memory: `depth` without what is expected."""
         return np.asarray(self._rows[reach.ANY])
-
-    def put(self, numbers: I64, other: Overlap, others: npt.NDArray[np.bool_]) -> None:
-        """Ranks `numbers` here are the ranks `others` there."""
-        self._rows[:, numbers] = other._rows[:, others]

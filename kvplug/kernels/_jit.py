@@ -33,6 +33,7 @@ __all__ = [
     "f64_of",
     "fold_multiply",
     "i4",
+    "i32_of",
     "i8",
     "i64_of",
     "inlined",
@@ -281,7 +282,7 @@ def _array_of(dtype: Any, kind: str) -> Callable[[Any, Any], Any]:
 
 u64_of, i64_of = _array_of(types.uint64, "u8"), _array_of(types.int64, "i8")
 u32_of, f64_of = _array_of(types.uint32, "u4"), _array_of(types.float64, "f8")
-u1_of = _array_of(types.uint8, "u1")
+u1_of, i32_of = _array_of(types.uint8, "u1"), _array_of(types.int32, "i4")
 
 
 def _prefetch_twin(array: Any, at: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import f64_of, i64_of, u1_of, u32_of, u64_of
+from kvplug.kernels._jit import f64_of, i32_of, i64_of, u1_of, u32_of, u64_of
 
-__all__ = ["Bundle", "f64_of", "i64_of", "u1_of", "u32_of", "u64_of"]
+__all__ = ["Bundle", "f64_of", "i32_of", "i64_of", "u1_of", "u32_of", "u64_of"]
 
 U64 = npt.NDArray[np.uint64]
 

@@ -1,26 +1,120 @@
-"""Overlap and load to what a request would cost on each rank.
+"""What a request would cost on a rank: in blocks, or in milliseconds.
 
-In:  what each rank holds of the request (kernels/matching.py), the load of each rank.
-Out: the cost of each rank, in blocks.
+In:  what the rank holds of the request, what it is busy with, how fast it is.   Out: a number.
 
-Twin: a plain loop (tests/kernels/test_costing.py).
+docs/routing.md explains both formulas. `blocks_cost` is that of Dynamo's KV cache routing. What is
+known of ranks is in columns, one number of each rank after the other. Reference: the formulas in
+plain Python (tests/kernels/test_costing.py).
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, void, writes
 
-I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Index = int | np.int64
+
+# Columns of what is known of ranks, as `Ranks` has them.
+(
+    WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, ACTIVE_BLOCKS,
+    COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS, FIXED_MS, TOKEN_MS, ATTENTION_MS, BUSY_MS,
+    STEP_MS, SEQUENCE_MS, NUM_COLUMNS,
+) = range(17)  # fmt: skip
+
+# What the requests of one model and block size are like, as moving means.
+NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS = range(7)
+USUAL_CAPACITY = 7  # blocks of a rank's cache, of those that are known; 0: of none
+TRAFFIC_WIDTH = 8
+
+# A queue is priced as if the fleet were busy nine tenths of the time at most: at 1 a price has no
+# bound, and 0.8 or 0.95 instead made no difference that could be measured (docs/decisions.md).
+_MAX_UTILISATION = 0.9
+# To evict for a prompt here while another rank has room for it costs what is evicted twice: it
+# comes back, and evicts again.
+_PRICE_WITH_ROOM = 2.0
+_REQUESTS_OF_RATE, _REQUESTS_OF_REUSE, _ANSWERS_OF_MEAN = 64.0, 1000.0, 50.0
+# A first burst is not taken for the rate: until then FIRST_GAP_MS is believed as many times.
+FIRST_GAP_MS, _FIRST_REQUESTS = 100.0, 8.0
+
+
+class Ranks(NamedTuple):
+    """What is known of ranks: float64[ranks] each.
+
+    What each is busy with: waiting_ms, predicted prefill of requests without a first token, and of
+    the oldest of them, first_ms, computed since first_since_ms; num_waiting such requests and
+    num_running in flight; prefill_tokens to compute for them; active_blocks, distinct ones of
+    requests in flight; coming_blocks, which requests without a first token will store.
+
+    Its cache: resident_blocks, and capacity_blocks, 0 if that is not known.
+
+    How fast it is: kvplug/router/engine_model.py.
+    """
+
+    waiting_ms: F64
+    first_ms: F64
+    first_since_ms: F64
+    num_waiting: F64
+    num_running: F64
+    prefill_tokens: F64
+    active_blocks: F64
+    coming_blocks: F64
+    resident_blocks: F64
+    capacity_blocks: F64
+    fixed_ms: F64
+    token_ms: F64
+    attention_ms: F64
+    busy_ms: F64
+    step_ms: F64
+    sequence_ms: F64
+
+
+class Fleet(NamedTuple):
+    """What holds for all ranks as one request is routed.
+
+    delayed: how many requests' worth of work is behind a millisecond of prefill, so what it delays;
+    reuse: how likely an evicted block is wanted again; block_ms: to compute a block, on average;
+    capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected.
+    """
+
+    delayed: float
+    reuse: float
+    block_ms: float
+    capacity: float
+    answer_tokens: float
+
+
+class Prompt(NamedTuple):
+    """Of a request: its tokens, its full blocks, tokens per block, how long its answer may get."""
+
+    num_tokens: float
+    num_blocks: float
+    block_size: float
+    max_answer_tokens: float
 
 
 @inlined
-def cost_of(
+def ranks_of(columns: F64) -> Ranks:
+    """Columns by name; columns: float64[NUM_COLUMNS * ranks]."""
+    n = len(columns) // NUM_COLUMNS
+    return Ranks(
+        columns[:n], columns[n : 2 * n], columns[2 * n : 3 * n], columns[3 * n : 4 * n],
+        columns[4 * n : 5 * n], columns[5 * n : 6 * n], columns[6 * n : 7 * n],
+        columns[7 * n : 8 * n], columns[8 * n : 9 * n], columns[9 * n : 10 * n],
+        columns[10 * n : 11 * n], columns[11 * n : 12 * n], columns[12 * n : 13 * n],
+        columns[13 * n : 14 * n], columns[14 * n : 15 * n], columns[15 * n :],
+    )  # fmt: skip
+
+
+@inlined
+def blocks_cost(
     prompt_blocks: float, num_full_blocks: int, overlap_weight: float,
-    credit: float, prefill_blocks: float, active_blocks: int, active_depth: int,
+    credit: float, prefill_blocks: float, active_blocks: float, active_depth: Index,
 ) -> float:  # fmt: skip
-    """overlap_weight * prefill + decode, in blocks (docs/how-it-works.md, "Cost").
+    """overlap_weight * prefill + decode, in blocks.
 
     prefill: what the rank already has to prefill, plus this prompt, less its credit, at least 0.
     decode: blocks of live requests there, plus this prompt's that no live request there shares.
@@ -29,14 +123,184 @@ def cost_of(
     return overlap_weight * prefill + (active_blocks + num_full_blocks - active_depth)
 
 
-@kernel(void(f8, i8, f8, reads(f8), reads(f8), reads(i8), reads(i8), writes(f8)))
-def cost(
+@inlined
+def cached_tokens(prompt: Prompt, credit: float) -> float:
+    """An engine computes a prompt's last token in any case, for the answer's first one."""
+    return max(0.0, min(credit * prompt.block_size, prompt.num_tokens - 1.0))
+
+
+@inlined
+def prefill_ms(token_ms: float, attention_ms: float, new: float, cached: float) -> float:
+    """To compute new tokens behind cached ones."""
+    return token_ms * new + attention_ms * (new * (cached + 0.5 * new))
+
+
+@inlined
+def wait_ms(ranks: Ranks, rank: Index, now_ms: float) -> float:
+    """Until the rank has prefilled what was routed to it. It is taken to be at work on the oldest
+    request, but never further than that one.
+    """
+    since = max(0.0, now_ms - ranks.first_since_ms[rank])
+    left = ranks.waiting_ms[rank] - min(since, ranks.first_ms[rank])
+    return left if ranks.num_waiting[rank] > 0.5 else 0.0
+
+
+@inlined
+def capacity_of_rank(ranks: Ranks, rank: Index, usual: float) -> float:
+    """In blocks; what it holds fits into it."""
+    known = ranks.capacity_blocks[rank]
+    return max(known if known > 0.0 else usual, ranks.resident_blocks[rank])
+
+
+@inlined
+def filled_blocks(ranks: Ranks, rank: Index) -> float:
+    """What the rank holds, and what is on its way there."""
+    return ranks.resident_blocks[rank] + ranks.coming_blocks[rank]
+
+
+class Times(NamedTuple):
+    """Milliseconds: the time to first token of a request on a rank, and what it costs the fleet."""
+
+    own: float
+    fleet: float
+
+
+@inlined
+def times_of(
+    ranks: Ranks, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, credit: float
+) -> Times:
+    """Of a request that finds `credit` blocks on the rank: its own time to first token, to which
+    the fleet's costs add what its prefill delays, what it evicts, what its answer slows down.
+    """
+    cached = cached_tokens(prompt, credit)
+    token, attention = ranks.token_ms[rank], ranks.attention_ms[rank]
+    computed = prefill_ms(token, attention, prompt.num_tokens - cached, cached)
+    running, active = ranks.num_running[rank], ranks.active_blocks[rank]
+    busy_ms = ranks.busy_ms[rank] if running > ranks.num_waiting[rank] else 0.0
+    own = waited_ms + ranks.fixed_ms[rank] + busy_ms + computed
+    capacity = capacity_of_rank(ranks, rank, fleet.capacity)
+    new_blocks = prompt.num_blocks - credit + fleet.answer_tokens / prompt.block_size
+    filled = filled_blocks(ranks, rank) + new_blocks
+    evicted = fleet.reuse * fleet.block_ms * max(0.0, filled - capacity)
+    # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
+    delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
+    slower = ranks.sequence_ms[rank] * running
+    decoding = slower * fleet.answer_tokens
+    excess = active + new_blocks - capacity
+    if excess > 0.0:  # the cache is too small for all that would run: some have to end first
+        step = ranks.step_ms[rank] + slower
+        decoding += step * fleet.answer_tokens * excess / max(1.0, active)
+    return Times(own, own + delayed * computed + (1.0 + delayed) * evicted + decoding)
+
+
+@inlined
+def fill_waits(ranks: Ranks, now_ms: float, out_waits: F64) -> None:
+    """out_waits[r] = wait_ms of rank r."""
+    for r in range(len(out_waits)):
+        out_waits[r] = wait_ms(ranks, r, now_ms)
+
+
+@inlined
+def _usual_capacity(ranks: Ranks, candidates: I64, known: float) -> float:
+    """Of ranks whose capacity nobody knows: the known ones' usual one, else that of the fullest."""
+    most = 1.0
+    for i in range(len(candidates)):
+        most = max(most, filled_blocks(ranks, candidates[i]) + 1.0)
+    return known if known > 0.0 else most
+
+
+@inlined
+def _utilisation(traffic: F64, num_ranks: Index) -> float:
+    offered = traffic[WORK_MS] / max(traffic[GAP_MS] * num_ranks, 1e-9)
+    return min(_MAX_UTILISATION, offered)
+
+
+@inlined
+def fleet_of(ranks: Ranks, traffic: F64, candidates: I64, prompt: Prompt, waits: F64) -> Fleet:
+    """The state of the fleet as a request comes.
+
+    By queueing theory (M/G/1) a job of x ms delays others by x * load / (1 - load) * (the work that
+    waits / the mean job + 1/2): whoever comes before the queue is empty.
+    """
+    num_ranks = len(candidates)
+    capacity = _usual_capacity(ranks, candidates, traffic[USUAL_CAPACITY])
+    answer_tokens = min(traffic[ANSWER_TOKENS], prompt.max_answer_tokens)
+    needed = prompt.num_blocks + answer_tokens / prompt.block_size
+    waiting, token_ms, num_with_room = 0.0, 0.0, 0
+    for i in range(num_ranks):
+        rank = candidates[i]
+        waiting += waits[rank]
+        token_ms += ranks.token_ms[rank]
+        filled = filled_blocks(ranks, rank) + needed
+        num_with_room += filled <= capacity_of_rank(ranks, rank, capacity)
+    waiting, block_ms = waiting / num_ranks, token_ms / num_ranks * prompt.block_size
+    load = _utilisation(traffic, num_ranks)
+    mean_job = max(traffic[WORK_MS], block_ms, 1e-6)
+    reuse = traffic[CACHED_BLOCKS] / max(traffic[PROMPT_BLOCKS], 1e-9)
+    return Fleet(
+        load / (1.0 - load) * (waiting / mean_job + 0.5),
+        max(_PRICE_WITH_ROOM, reuse) if num_with_room > 0 else reuse,
+        block_ms,
+        capacity,
+        answer_tokens,
+    )
+
+
+@inlined
+def note_request(
+    traffic: F64, now_ms: float, work_ms: float, num_blocks: float, cached_blocks: float
+) -> None:
+    """A request was routed: move the means on."""
+    num_before = traffic[NUM_ROUTED]
+    if num_before > 0:
+        share = max(1.0 / _REQUESTS_OF_RATE, 1.0 / (num_before + _FIRST_REQUESTS))
+        gap = max(0.0, now_ms - traffic[LAST_MS])
+        traffic[GAP_MS] += share * (gap - traffic[GAP_MS])
+    share = max(1.0 / _REQUESTS_OF_RATE, 1.0 / (num_before + 1.0))
+    traffic[WORK_MS] += share * (work_ms - traffic[WORK_MS])
+    kept = 1.0 - 1.0 / _REQUESTS_OF_REUSE
+    traffic[PROMPT_BLOCKS] = kept * traffic[PROMPT_BLOCKS] + num_blocks
+    traffic[CACHED_BLOCKS] = kept * traffic[CACHED_BLOCKS] + cached_blocks
+    traffic[LAST_MS], traffic[NUM_ROUTED] = now_ms, num_before + 1.0
+
+
+@kernel(void(writes(f8), f8))
+def note_answer(traffic: F64, num_tokens: float) -> None:
+    """A request was answered with so many tokens."""
+    known = traffic[ANSWER_TOKENS]
+    share = 1.0 if known == 0.0 else 1.0 / _ANSWERS_OF_MEAN
+    traffic[ANSWER_TOKENS] = known + share * (num_tokens - known)
+
+
+@kernel(void(f8, i8, f8, reads(f8), reads(f8), reads(f8), reads(i8), writes(f8)))
+def fill_blocks_costs(
     prompt_blocks: float, num_full_blocks: int, overlap_weight: float,
-    credit: F64, prefill_blocks: F64, active_blocks: I64, active_depth: I64, out_cost: F64,
+    credit: F64, prefill_blocks: F64, active_blocks: F64, active_depth: I64, out_cost: F64,
 ) -> None:  # fmt: skip
-    """out_cost[r] = cost_of rank r."""
+    """out_cost[r] = blocks_cost of rank r."""
     for r in range(len(out_cost)):
-        out_cost[r] = cost_of(
+        out_cost[r] = blocks_cost(
             prompt_blocks, num_full_blocks, overlap_weight,
             credit[r], prefill_blocks[r], active_blocks[r], active_depth[r],
         )  # fmt: skip
+
+
+@kernel(
+    void(
+        reads(f8), reads(f8), reads(i8), f8, f8, f8, f8, reads(f8),
+        writes(f8), writes(f8), writes(f8),
+    )
+)  # fmt: skip
+def fill_fleet_costs(
+    columns: F64, traffic: F64, candidates: I64, now_ms: float, num_tokens: float,
+    block_size: float, max_answer_tokens: float, credits: F64,
+    out_waits: F64, out_own_ms: F64, out_cost: F64,
+) -> None:  # fmt: skip
+    """wait_ms and times_of each rank, which holds credits[r] blocks."""
+    ranks = ranks_of(columns)
+    prompt = Prompt(num_tokens, num_tokens // block_size, block_size, max_answer_tokens)
+    fill_waits(ranks, now_ms, out_waits)
+    fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits)
+    for r in range(len(out_cost)):
+        times = times_of(ranks, r, prompt, fleet, out_waits[r], credits[r])
+        out_own_ms[r], out_cost[r] = times.own, times.fleet

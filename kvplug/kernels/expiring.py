@@ -29,7 +29,9 @@ from kvplug.kernels.table import (
     erase_slot,
     fill_slot,
     find_slot,
+    has_room,
     home_of,
+    num_entries,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -150,24 +152,32 @@ def _move_to_end(ring: Ring, node: Index) -> None:
     _link(links, node, state[NEXT])
 
 
-@kernel(
-    void(
-        i8, f8, f8, i8, reads(u8),
-        writes(u8), writes(u8), writes(f8), writes(i4), writes(i8),
-    )
-)  # fmt: skip
-def insert(
-    rank: Index, now_s: float, deadline_s: float, max_expired: Index, hashes: U64,
-    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
-) -> None:  # fmt: skip
+@inlined
+def can_insert(slots: U64, ring: Ring, rank: Index, num_blocks: Index, capacity: Index) -> bool:
+    """Whether arrays have room for a rank's blocks; of more than `capacity` the first ones."""
+    num_nodes, num_more = np.int64(len(ring.keys)), min(num_blocks, capacity)
+    fits = min(ring.state[NUM_USED] + num_more, capacity) <= num_nodes
+    num_entered = min(num_more, capacity - np.int64(num_entries(slots)))
+    fits = fits and has_room(slots, max(0, num_entered))
+    return bool(fits and NUM_OF_RANK + rank < len(ring.state))
+
+
+@inlined
+def insert_blocks(
+    slots: U64, ring: Ring, rank: Index, now_s: float, ttl_s: float, max_expired: Index, hashes: U64
+) -> None:
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
     At most max_expired overdue entries are dropped first; that is at least len(hashes), so those
-    that make room later are lost before their time. There are at least as many nodes as hashes,
-    the table has room for them, and deadline_s is not before any other.
+    that make room later are lost before their time. There is room, and at least as many nodes as
+    hashes. A clock that goes back does not shorten lives: deadlines ascend.
     """
-    ring = Ring(keys, deadlines, links, state)
-    marked, capacity, num_nodes = holders.mark_of(rank), capacity_of(slots), len(keys)
+    state, links, num_nodes = ring.state, ring.links, len(ring.keys)
+    deadline_s = now_s + ttl_s
+    if state[NUM_USED] > 0:
+        youngest = np.int64(links[LINK_WIDTH * state[NEXT] + BEFORE])
+        deadline_s = max(deadline_s, ring.deadlines[youngest])
+    marked, capacity = holders.mark_of(rank), capacity_of(slots)
     _expire(slots, ring, now_s, max_expired)
     for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
         prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
@@ -185,7 +195,22 @@ def insert(
                 at = find_slot(slots, key, capacity)
             node = _take(ring, rank, key)
             fill_slot(slots, at, key, np.uint64(node) + _1)
-        deadlines[node] = deadline_s
+        ring.deadlines[node] = deadline_s
+
+
+@kernel(
+    void(
+        i8, f8, f8, i8, reads(u8),
+        writes(u8), writes(u8), writes(f8), writes(i4), writes(i8),
+    )
+)  # fmt: skip
+def insert(
+    rank: Index, now_s: float, ttl_s: float, max_expired: Index, hashes: U64,
+    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
+) -> None:  # fmt: skip
+    """As insert_blocks."""
+    ring = Ring(keys, deadlines, links, state)
+    insert_blocks(slots, ring, rank, now_s, ttl_s, max_expired, hashes)
 
 
 @kernel(

@@ -27,13 +27,11 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
-from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.overlap import Overlap
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
 
@@ -75,20 +73,15 @@ class Section:
             return np.arange(len(self.index.numbers.ranks))
         return self.fleet_numbers[self.fleet_numbers >= 0]
 
-    def overlap(self, hashes: Hashes, now_s: float, num_ranks: int) -> Overlap:
-        """What each rank holds of a request, by the fleet's numbers; others hold nothing."""
-        overlap = self.index.overlap(hashes, now_s)
+    def index_ranks(self, num_ranks: int) -> I64:
+        """int64[num_ranks]: the index's number of each rank of the fleet, 0 for those elsewhere."""
+        numbers: I64 = np.zeros(num_ranks, dtype=np.int64)
         if self.fleet_numbers is None:
-            return overlap
-        in_fleet = Overlap.empty(num_ranks)
-        in_fleet.put(self.numbers, overlap, self.fleet_numbers >= 0)
-        return in_fleet
-
-    def expect(self, number: int, hashes: Hashes, now_s: float) -> None:
-        """The rank with this number is about to compute these blocks."""
-        if self.fleet_numbers is not None:
-            number = int(np.flatnonzero(self.fleet_numbers == number)[0])
-        self.index.speculative.insert(number, hashes, now_s)
+            numbers[:] = np.arange(num_ranks)
+        else:
+            here = np.flatnonzero(self.fleet_numbers >= 0)
+            numbers[self.fleet_numbers[here]] = here
+        return numbers
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +162,16 @@ class FleetIndex:
             self._place(member, _first_blocks(batch))
         applied = member.section.index.apply(rank, batch)
         if applied.num_stored or applied.num_moved:
+            member.holding.add(rank)
+        return applied
+
+    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+        """As BlockIndex.apply_packed, in the index that the rank is in."""
+        member = self._members.get(rank.worker)
+        if member is None:
+            return self.sections[0].index.apply_packed(rank, payload)  # which refuses it
+        applied = member.section.index.apply_packed(rank, payload)
+        if applied.num_stored:
             member.holding.add(rank)
         return applied
 

@@ -1,6 +1,7 @@
-"""Prompt: the tokens of one request, hashed once for each block size and window asked for.
+"""Prompt: what one request asks to be prefilled, and its hashes where a kernel does not make them.
 
-In:  uint32 token ids, the seed of their namespace.   Out: sequence hashes by block size and window.
+In:  uint32 token ids and the seed of their namespace, or sequence hashes.
+Out: its length, hashes by block size and window.
 """
 
 from __future__ import annotations
@@ -9,20 +10,31 @@ from kvplug.hashing import BlockHasher, Hashes, Tokens
 
 
 class Prompt:
-    """len(prompt) tokens; hashes(hasher)."""
+    """len(prompt) tokens; known_hashes(hasher)."""
 
-    __slots__ = ("_hashes", "seed", "tokens")
+    __slots__ = ("_given", "_hashes", "_num_tokens", "seed", "tokens")
 
-    def __init__(self, tokens: Tokens, namespace_seed: int) -> None:
-        self.tokens = tokens
-        self.seed = namespace_seed
+    def __init__(
+        self,
+        tokens: Tokens,
+        namespace_seed: int,
+        hashes: Hashes | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """`hashes` of `num_tokens` tokens, which then need not be given."""
+        self.tokens, self.seed, self._given = tokens, namespace_seed, hashes
+        self._num_tokens = len(tokens) if num_tokens is None else num_tokens
         self._hashes: dict[tuple[int, int], Hashes] = {}
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._num_tokens
 
-    def hashes(self, hasher: BlockHasher) -> Hashes:
-        """uint64[hasher.num_blocks(len(self))]; computed when first asked for."""
+    def known_hashes(self, hasher: BlockHasher) -> Hashes | None:
+        """uint64[hasher.num_blocks(len(self))]; None if the routing kernel computes them."""
+        if self._given is not None:
+            return self._given
+        if hasher.window == hasher.block_size:
+            return None
         asked = hasher.block_size, hasher.window
         hashes = self._hashes.get(asked)
         if hashes is None:

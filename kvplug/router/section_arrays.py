@@ -1,0 +1,85 @@
+"""What the routing kernel takes, for one index of the fleet: arrays by address, made anew only when
+one of them has become another array.
+
+In:  a Section, the load of the fleet, the configuration.   Out: bundles of arrays, and scratch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import costing, routing
+from kvplug.kernels.bundle import Bundle
+from kvplug.router.config import RouterConfig
+from kvplug.router.fleet_index import Section
+from kvplug.router.load import ActiveLoad
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+U64 = npt.NDArray[np.uint64]
+
+
+class SectionArrays:
+    """index, fleet: uint64 words of bundles; held: scratch; costs, own_ms: of the last request.
+
+    `traffic`: what requests to this section are like (kernels/costing.py).
+    """
+
+    def __init__(self, config: RouterConfig, section: Section, load: ActiveLoad) -> None:
+        self._section, self._load = section, load
+        self.traffic: F64 = np.zeros(costing.TRAFFIC_WIDTH)
+        self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
+        self._settings = _settings_of(config, section)
+        self._asking: object = None
+        self._num_changes = -1
+
+    def refresh(self, num_ranks: int) -> None:
+        """Take notice of arrays that are others now; there are so many ranks in the fleet."""
+        asking = self._section.index.asking
+        if asking is self._asking and self._num_changes == self._load.changes.count:
+            return
+        self._load.reserve(num_ranks)
+        self._asking, self._num_changes = asking, self._load.changes.count
+        self.index: U64 = asking.bundle.words
+        self._index_bundle = asking.bundle
+        self.held: I64 = asking.new_rows()
+        self.costs, self.own_ms = np.full(num_ranks, np.inf), np.full(num_ranks, np.inf)
+        numbers = self._section.numbers
+        self.traffic[costing.USUAL_CAPACITY] = self._load.usual_capacity(numbers)
+        self._fleet_bundle = self._bundle(num_ranks)
+        self.fleet: U64 = self._fleet_bundle.words
+
+    def reserve(self, number: int, num_blocks: int, num_ranks: int) -> None:
+        """Make room for a prompt of so many blocks on a rank of the fleet."""
+        self._load.reserve(num_ranks, num_blocks)
+        at = int(self._section.index_ranks(num_ranks)[number])
+        if self._section.index.speculative.ttl_s > 0:
+            self._section.index.speculative.reserve(at, num_blocks)
+        self.refresh(num_ranks)
+
+    def note_answer(self, num_tokens: int) -> None:
+        """A request was answered with so many tokens."""
+        costing.note_answer(self.traffic, num_tokens)
+
+    def _bundle(self, num_ranks: int) -> Bundle:
+        load, expected = self._load, self._section.index.speculative
+        return Bundle(
+            self._settings, load.columns.reshape(-1), self.traffic, self._section.index_ranks(num_ranks),
+            self.costs, self.own_ms, np.zeros(num_ranks), np.zeros(num_ranks), load.active.slots,
+            *load.forecast.arrays, load.popular_keys, load.popular_counts, *expected.arrays,
+        )  # fmt: skip
+
+
+def _settings_of(config: RouterConfig, section: Section) -> F64:
+    settings, expected = np.zeros(routing.NUM_SETTINGS), section.index.speculative
+    settings[routing.COST_IN_MS] = config.is_cost_in_ms
+    settings[routing.OVERLAP_WEIGHT] = config.weight
+    settings[routing.TEMPERATURE] = config.temperature
+    settings[routing.EXPECTED_TTL_S] = expected.ttl_s
+    settings[routing.USES_EVENTS] = config.use_kv_events
+    settings[routing.TTFT_OBJECTIVE_MS] = config.ttft_slo_ms or 0.0
+    settings[routing.ITL_OBJECTIVE_MS] = config.itl_slo_ms or 0.0
+    settings[routing.MAX_EXPECTED] = expected.capacity
+    settings[routing.MAX_MORE_EXPIRED] = expected.max_more_expired
+    return settings
