@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     )
     from kvplug.index.block_index import BlockIndex
     from kvplug.router.config import RouterConfig
-    from kvplug.router.core import Decision, Router
+    from kvplug.router.core import Router
+    from kvplug.router.decider import Decision
 
 __all__ = [
     "AllBlocksCleared",
@@ -54,7 +55,7 @@ _HOME_OF = {
     "BlockIndex": "kvplug.index.block_index",
     "BlockRemoved": "kvplug.events",
     "BlockStored": "kvplug.events",
-    "Decision": "kvplug.router.core",
+    "Decision": "kvplug.router.decider",
     "EventBatch": "kvplug.events",
     "KvplugError": "kvplug.errors",
     "Namespace": "kvplug.events",

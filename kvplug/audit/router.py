@@ -47,7 +47,8 @@ from kvplug.index.applied import Applied
 from kvplug.kernels import wire
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
-from kvplug.router.core import BLOCKS_PER_SLICE, Decision, Router
+from kvplug.router.core import Router
+from kvplug.router.decider import Decision
 from kvplug.router.query_first_lock import QueryFirstLock
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
@@ -89,6 +90,7 @@ class AuditedRouter(Router):
         if not 0 <= sample <= 1:
             raise ConfigError(f"audit sample must be in [0, 1], got {sample}")
         super().__init__(config, clock=clock, random_=random_)
+        self._draw = random_ or random.Random()
         # Held, in this order: while deciding or applying, while the audit's own state is used.
         self._deciding, self._auditing = QueryFirstLock(), threading.Lock()
         self._sample, self._max_expected = sample, max_expected
@@ -111,7 +113,7 @@ class AuditedRouter(Router):
         namespace: Namespace = Namespace(),  # noqa: B008 - immutable
     ) -> None:
         """Remember what a decision counts on; a share of all, drawn by chance."""
-        if self._random.random() >= self._sample:
+        if self._draw.random() >= self._sample:
             return
         tokens, index = as_tokens(token_ids), self.index_of(decision.rank)
         hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
@@ -179,7 +181,7 @@ class AuditedRouter(Router):
                 self._deciding.patiently,
                 self._watching(rank, sent_s) if takes_away else nullcontext(),
             ):
-                _add(applied, super().apply(rank, part))
+                applied.add(super().apply(rank, part))
         self._times.heard(rank, sent_s)
         return applied
 
@@ -240,7 +242,7 @@ class AuditedRouter(Router):
 
     def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
         with self._lock.patiently:
-            return self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, applied)
+            return super()._apply_slice(rank, records, first, applied)
 
     def _left_of(
         self, rank: Rank, expectations: list[Expectation]
@@ -325,17 +327,6 @@ def _runs(batch: EventBatch) -> Iterator[tuple[bool, EventBatch]]:
 
 def _takes_away(event: Event) -> bool:
     return isinstance(event, BlockRemoved | AllBlocksCleared | CxlStateTransition)
-
-
-def _add(applied: Applied, more: Applied) -> None:
-    """Count what the next part of a batch did, as if it had been one."""
-    applied.num_stored += more.num_stored
-    applied.num_removed += more.num_removed
-    applied.num_moved += more.num_moved
-    applied.num_cleared += more.num_cleared
-    applied.num_orphans = more.num_orphans + (0 if more.was_cleared else applied.num_orphans)
-    applied.was_cleared |= more.was_cleared
-    applied.refused.update(more.refused)
 
 
 def _run_of(records: Records, first: int) -> tuple[bool, int]:

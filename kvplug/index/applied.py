@@ -54,6 +54,17 @@ class Applied:
         if reason is Refusal.UNKNOWN_PARENT:
             self.num_orphans += num_blocks
 
+    def add(self, more: Applied) -> None:
+        """Count what came of events behind these."""
+        self.num_stored += more.num_stored
+        self.num_removed += more.num_removed
+        self.num_moved += more.num_moved
+        self.num_cleared += more.num_cleared
+        self.num_orphans = more.num_orphans + (0 if more.was_cleared else self.num_orphans)
+        self.was_cleared |= more.was_cleared
+        if more._refused:
+            self.refused.update(more._refused)
+
     def clear(self, num_blocks: int, *, everything: bool) -> None:
         """Count blocks that a clear took, in all tiers if it took `everything`."""
         self.num_cleared += num_blocks

@@ -20,10 +20,11 @@ Index = int | np.int64
 
 # Columns of what is known of ranks, as `Ranks` has them.
 (
-    WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, ACTIVE_BLOCKS,
-    COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS, FIXED_MS, TOKEN_MS, ATTENTION_MS, BUSY_MS,
-    STEP_MS, SEQUENCE_MS, NUM_COLUMNS,
-) = range(17)  # fmt: skip
+    WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, CONTEXT_TOKENS,
+    ACTIVE_BLOCKS, COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS,
+    FIXED_MS, TOKEN_MS, ATTENTION_MS, HOST_MS, DISK_MS, POOL_MS,
+    BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, NUM_COLUMNS,
+) = range(22)  # fmt: skip
 
 # What the requests of one model and block size are like, as moving means.
 NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS = range(7)
@@ -46,8 +47,9 @@ class Ranks(NamedTuple):
 
     What each is busy with: waiting_ms, predicted prefill of requests without a first token, and of
     the oldest of them, first_ms, computed since first_since_ms; num_waiting such requests and
-    num_running in flight; prefill_tokens to compute for them; active_blocks, distinct ones of
-    requests in flight; coming_blocks, which requests without a first token will store.
+    num_running in flight; prefill_tokens to compute for them; context_tokens and active_blocks
+    (distinct ones) of the prompts in flight; coming_blocks, which requests without a first token
+    will store.
 
     Its cache: resident_blocks, and capacity_blocks, 0 if that is not known.
 
@@ -60,6 +62,7 @@ class Ranks(NamedTuple):
     num_waiting: F64
     num_running: F64
     prefill_tokens: F64
+    context_tokens: F64
     active_blocks: F64
     coming_blocks: F64
     resident_blocks: F64
@@ -67,9 +70,13 @@ class Ranks(NamedTuple):
     fixed_ms: F64
     token_ms: F64
     attention_ms: F64
+    host_ms: F64
+    disk_ms: F64
+    pool_ms: F64
     busy_ms: F64
     step_ms: F64
     sequence_ms: F64
+    context_ms: F64
 
 
 class Fleet(NamedTuple):
@@ -96,6 +103,16 @@ class Prompt(NamedTuple):
     max_answer_tokens: float
 
 
+class Found(NamedTuple):
+    """Of a prompt on a rank: leading blocks that need not be computed, in any tier, and on its
+    device; how long it takes to load the others.
+    """
+
+    num_blocks: float
+    num_on_device: float
+    loading_ms: float
+
+
 @inlined
 def ranks_of(columns: F64) -> Ranks:
     """Columns by name; columns: float64[NUM_COLUMNS * ranks]."""
@@ -105,7 +122,9 @@ def ranks_of(columns: F64) -> Ranks:
         columns[4 * n : 5 * n], columns[5 * n : 6 * n], columns[6 * n : 7 * n],
         columns[7 * n : 8 * n], columns[8 * n : 9 * n], columns[9 * n : 10 * n],
         columns[10 * n : 11 * n], columns[11 * n : 12 * n], columns[12 * n : 13 * n],
-        columns[13 * n : 14 * n], columns[14 * n : 15 * n], columns[15 * n :],
+        columns[13 * n : 14 * n], columns[14 * n : 15 * n], columns[15 * n : 16 * n],
+        columns[16 * n : 17 * n], columns[17 * n : 18 * n], columns[18 * n : 19 * n],
+        columns[19 * n : 20 * n], columns[20 * n :],
     )  # fmt: skip
 
 
@@ -124,9 +143,9 @@ def blocks_cost(
 
 
 @inlined
-def cached_tokens(prompt: Prompt, credit: float) -> float:
+def cached_tokens(prompt: Prompt, num_found: float) -> float:
     """An engine computes a prompt's last token in any case, for the answer's first one."""
-    return max(0.0, min(credit * prompt.block_size, prompt.num_tokens - 1.0))
+    return max(0.0, min(num_found * prompt.block_size, prompt.num_tokens - 1.0))
 
 
 @inlined
@@ -141,7 +160,7 @@ def wait_ms(ranks: Ranks, rank: Index, now_ms: float) -> float:
     request, but never further than that one.
     """
     since = max(0.0, now_ms - ranks.first_since_ms[rank])
-    left = ranks.waiting_ms[rank] - min(since, ranks.first_ms[rank])
+    left = float(ranks.waiting_ms[rank] - min(since, ranks.first_ms[rank]))
     return left if ranks.num_waiting[rank] > 0.5 else 0.0
 
 
@@ -149,13 +168,13 @@ def wait_ms(ranks: Ranks, rank: Index, now_ms: float) -> float:
 def capacity_of_rank(ranks: Ranks, rank: Index, usual: float) -> float:
     """In blocks; what it holds fits into it."""
     known = ranks.capacity_blocks[rank]
-    return max(known if known > 0.0 else usual, ranks.resident_blocks[rank])
+    return float(max(known if known > 0.0 else usual, ranks.resident_blocks[rank]))
 
 
 @inlined
 def filled_blocks(ranks: Ranks, rank: Index) -> float:
     """What the rank holds, and what is on its way there."""
-    return ranks.resident_blocks[rank] + ranks.coming_blocks[rank]
+    return float(ranks.resident_blocks[rank] + ranks.coming_blocks[rank])
 
 
 class Times(NamedTuple):
@@ -166,31 +185,48 @@ class Times(NamedTuple):
 
 
 @inlined
-def times_of(
-    ranks: Ranks, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, credit: float
-) -> Times:
-    """Of a request that finds `credit` blocks on the rank: its own time to first token, to which
-    the fleet's costs add what its prefill delays, what it evicts, what its answer slows down.
+def time_between_tokens(ranks: Ranks, rank: Index, num_more: float, tokens_more: float) -> float:
+    """Milliseconds of a decoding step with so many more requests and prompt tokens."""
+    sequences = ranks.sequence_ms[rank] * (ranks.num_running[rank] + num_more)
+    context = ranks.context_ms[rank] * (ranks.context_tokens[rank] + tokens_more)
+    return float(ranks.step_ms[rank] + sequences + context)
+
+
+@inlined
+def _decoding_ms(ranks: Ranks, rank: Index, prompt: Prompt, answer: float, over: float) -> float:
+    """By how much the answer slows others down; `over`: blocks that do not fit into the cache with
+    all that runs, so that some requests have to end first.
     """
-    cached = cached_tokens(prompt, credit)
+    longer = ranks.sequence_ms[rank] + ranks.context_ms[rank] * (prompt.num_tokens + 0.5 * answer)
+    slower = longer * ranks.num_running[rank]
+    if over > 0.0:
+        step = time_between_tokens(ranks, rank, 0.0, 0.0)
+        slower += step * over / max(1.0, ranks.active_blocks[rank])
+    return float(slower * answer)
+
+
+@inlined
+def times_of(
+    ranks: Ranks, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
+) -> Times:
+    """Of a request on a rank: its own time to first token, to which the fleet's costs add what its
+    prefill delays, what it evicts, what its answer slows down.
+    """
+    cached = cached_tokens(prompt, found.num_blocks)
     token, attention = ranks.token_ms[rank], ranks.attention_ms[rank]
-    computed = prefill_ms(token, attention, prompt.num_tokens - cached, cached)
-    running, active = ranks.num_running[rank], ranks.active_blocks[rank]
-    busy_ms = ranks.busy_ms[rank] if running > ranks.num_waiting[rank] else 0.0
-    own = waited_ms + ranks.fixed_ms[rank] + busy_ms + computed
+    work = found.loading_ms + prefill_ms(token, attention, prompt.num_tokens - cached, cached)
+    busy_ms = ranks.busy_ms[rank] if ranks.num_running[rank] > ranks.num_waiting[rank] else 0.0
+    own = waited_ms + ranks.fixed_ms[rank] + busy_ms + work
     capacity = capacity_of_rank(ranks, rank, fleet.capacity)
-    new_blocks = prompt.num_blocks - credit + fleet.answer_tokens / prompt.block_size
+    answer = fleet.answer_tokens
+    new_blocks = prompt.num_blocks - found.num_on_device + answer / prompt.block_size
     filled = filled_blocks(ranks, rank) + new_blocks
     evicted = fleet.reuse * fleet.block_ms * max(0.0, filled - capacity)
     # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
     delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
-    slower = ranks.sequence_ms[rank] * running
-    decoding = slower * fleet.answer_tokens
-    excess = active + new_blocks - capacity
-    if excess > 0.0:  # the cache is too small for all that would run: some have to end first
-        step = ranks.step_ms[rank] + slower
-        decoding += step * fleet.answer_tokens * excess / max(1.0, active)
-    return Times(own, own + delayed * computed + (1.0 + delayed) * evicted + decoding)
+    over = ranks.active_blocks[rank] + new_blocks - capacity
+    decoding = _decoding_ms(ranks, rank, prompt, answer, over)
+    return Times(own, own + delayed * work + (1.0 + delayed) * evicted + decoding)
 
 
 @inlined
@@ -212,7 +248,7 @@ def _usual_capacity(ranks: Ranks, candidates: I64, known: float) -> float:
 @inlined
 def _utilisation(traffic: F64, num_ranks: Index) -> float:
     offered = traffic[WORK_MS] / max(traffic[GAP_MS] * num_ranks, 1e-9)
-    return min(_MAX_UTILISATION, offered)
+    return float(min(_MAX_UTILISATION, offered))
 
 
 @inlined
@@ -287,20 +323,22 @@ def fill_blocks_costs(
 
 @kernel(
     void(
-        reads(f8), reads(f8), reads(i8), f8, f8, f8, f8, reads(f8),
+        reads(f8), reads(f8), reads(i8), f8, f8, f8, f8, reads(f8), reads(f8), reads(f8),
         writes(f8), writes(f8), writes(f8),
     )
 )  # fmt: skip
 def fill_fleet_costs(
     columns: F64, traffic: F64, candidates: I64, now_ms: float, num_tokens: float,
-    block_size: float, max_answer_tokens: float, credits: F64,
+    block_size: float, max_answer_tokens: float,
+    num_found: F64, num_on_device: F64, loading_ms: F64,
     out_waits: F64, out_own_ms: F64, out_cost: F64,
 ) -> None:  # fmt: skip
-    """wait_ms and times_of each rank, which holds credits[r] blocks."""
+    """wait_ms and times_of each rank, by what it has of the prompt (Found)."""
     ranks = ranks_of(columns)
     prompt = Prompt(num_tokens, num_tokens // block_size, block_size, max_answer_tokens)
     fill_waits(ranks, now_ms, out_waits)
     fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits)
     for r in range(len(out_cost)):
-        times = times_of(ranks, r, prompt, fleet, out_waits[r], credits[r])
+        found = Found(num_found[r], num_on_device[r], loading_ms[r])
+        times = times_of(ranks, r, prompt, fleet, out_waits[r], found)
         out_own_ms[r], out_cost[r] = times.own, times.fleet

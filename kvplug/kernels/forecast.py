@@ -118,7 +118,7 @@ def _use_chunk(cache: Forecast, rank: Index, key: np.uint64, num_blocks: Index) 
         fill_slot(cache.slots, at, key, np.uint64(node) + _1)
         return num_blocks
     node = np.int64(cache.slots[_2 * at + _1] - _1)
-    more = max(0, num_blocks - np.int64(cache.links[LINK_WIDTH * node + BLOCKS]))
+    more = np.int64(max(0, num_blocks - cache.links[LINK_WIDTH * node + BLOCKS]))
     cache.links[LINK_WIDTH * node + BLOCKS] += more
     cache.ends[_end(rank, NUM_BLOCKS)] += more
     _unlink(cache, rank, node)

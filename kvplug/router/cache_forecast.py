@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import IndexCorruptError
 from kvplug.hashing import Hashes
 from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
@@ -59,6 +60,27 @@ class CacheForecast:
         self._reserve_ranks(rank + 1)
         kernels.forget(rank, *self.arrays)
 
+    def check(self) -> None:
+        """Lists, counts and table agree; raises IndexCorruptError."""
+        self._table.check()
+        links = self._links.reshape(-1, kernels.LINK_WIDTH)
+        num_linked = num_keyed = 0
+        for rank in range((len(self._ends) - kernels.NUM_SHARED) // kernels.END_WIDTH):
+            first = kernels.NUM_SHARED + kernels.END_WIDTH * rank
+            oldest, youngest, num_blocks = self._ends[first : first + 3].tolist()
+            nodes = _follow(links, oldest)
+            is_whole = not nodes or nodes[-1] == youngest
+            if not is_whole or links[nodes, kernels.BLOCKS].sum() != num_blocks:
+                raise IndexCorruptError(f"forecast: the list of rank {rank} is not whole")
+            places = self._table.find(self._keys[nodes])
+            num_keyed += int((places == np.array(nodes, dtype=np.uint64) + np.uint64(1)).sum())
+            num_linked += len(nodes)
+        num_free = len(_follow(links, int(self._ends[kernels.FREE])))
+        if num_free != self._ends[kernels.NUM_FREE] or num_free + num_linked != len(links):
+            raise IndexCorruptError("forecast: a node is neither used nor free")
+        if num_keyed != len(self._table):
+            raise IndexCorruptError("forecast: a chunk has no node")
+
     def _reserve_ranks(self, num_ranks: int) -> None:
         known = (len(self._ends) - kernels.NUM_SHARED) // kernels.END_WIDTH
         if num_ranks > known:
@@ -69,10 +91,19 @@ class CacheForecast:
     def _add_nodes(self, num_more: int) -> None:
         """Free nodes, before those that are free already."""
         first, end = len(self._keys), len(self._keys) + num_more
-        links = np.full((num_more, kernels.LINK_WIDTH), kernels.NOBODY, dtype=np.int32)
+        links: I32 = np.full((num_more, kernels.LINK_WIDTH), kernels.NOBODY, dtype=np.int32)
         links[:, kernels.AFTER] = [*range(first + 1, end), int(self._ends[kernels.FREE])]
         self._keys = np.concatenate([self._keys, np.zeros(num_more, dtype=np.uint64)])
         self._links = np.concatenate([self._links, links.reshape(-1)])
         self._ends[kernels.FREE] = first
         self._ends[kernels.NUM_FREE] += num_more
         self._changes.count += 1
+
+
+def _follow(links: I32, node: int) -> list[int]:
+    """A node and all behind it."""
+    nodes: list[int] = []
+    while node != kernels.NOBODY and len(nodes) <= len(links):
+        nodes.append(node)
+        node = int(links[node, kernels.AFTER])
+    return nodes

@@ -18,7 +18,7 @@ Where a worker belongs may become known after its first events. Two rules follow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -219,12 +219,12 @@ class FleetIndex:
         known = member.block_size or self.block_size
         return known or (member.section.block_size if member.holding else None)
 
-    def asked(self, numbers: I64) -> Iterable[Section]:
+    def asked(self, numbers: I64) -> tuple[Section, ...]:
         """The sections that these ranks are in."""
         if len(self.sections) == 1:
             return self.sections
         places = sorted({self._section_of_number[number] for number in numbers.tolist()})
-        return [self.sections[place] for place in places]
+        return tuple(self.sections[place] for place in places)
 
     def section_of(self, rank: Rank) -> Section:
         """The section that a rank is in; any for a rank of a worker that was removed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import costing, routing
+from kvplug.kernels import costing, scoring
 from kvplug.kernels.bundle import Bundle
 from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import Section
@@ -50,12 +50,12 @@ class SectionArrays:
         self._fleet_bundle = self._bundle(num_ranks)
         self.fleet: U64 = self._fleet_bundle.words
 
-    def reserve(self, number: int, num_blocks: int, num_ranks: int) -> None:
-        """Make room for a prompt of so many blocks on a rank of the fleet."""
+    def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
+        """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
         self._load.reserve(num_ranks, num_blocks)
-        at = int(self._section.index_ranks(num_ranks)[number])
+        highest = int(self._section.index_ranks(num_ranks)[candidates].max())
         if self._section.index.speculative.ttl_s > 0:
-            self._section.index.speculative.reserve(at, num_blocks)
+            self._section.index.speculative.reserve(highest, num_blocks)
         self.refresh(num_ranks)
 
     def note_answer(self, num_tokens: int) -> None:
@@ -64,22 +64,24 @@ class SectionArrays:
 
     def _bundle(self, num_ranks: int) -> Bundle:
         load, expected = self._load, self._section.index.speculative
+        waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         return Bundle(
-            self._settings, load.columns.reshape(-1), self.traffic, self._section.index_ranks(num_ranks),
-            self.costs, self.own_ms, np.zeros(num_ranks), np.zeros(num_ranks), load.active.slots,
-            *load.forecast.arrays, load.popular_keys, load.popular_counts, *expected.arrays,
+            self._settings, load.columns.reshape(-1), self.traffic,
+            self._section.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
+            load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
+            *expected.arrays,
         )  # fmt: skip
 
 
 def _settings_of(config: RouterConfig, section: Section) -> F64:
-    settings, expected = np.zeros(routing.NUM_SETTINGS), section.index.speculative
-    settings[routing.COST_IN_MS] = config.is_cost_in_ms
-    settings[routing.OVERLAP_WEIGHT] = config.weight
-    settings[routing.TEMPERATURE] = config.temperature
-    settings[routing.EXPECTED_TTL_S] = expected.ttl_s
-    settings[routing.USES_EVENTS] = config.use_kv_events
-    settings[routing.TTFT_OBJECTIVE_MS] = config.ttft_slo_ms or 0.0
-    settings[routing.ITL_OBJECTIVE_MS] = config.itl_slo_ms or 0.0
-    settings[routing.MAX_EXPECTED] = expected.capacity
-    settings[routing.MAX_MORE_EXPIRED] = expected.max_more_expired
+    settings, expected = np.zeros(scoring.NUM_SETTINGS), section.index.speculative
+    settings[scoring.COST_IN_MS] = config.is_cost_in_ms
+    settings[scoring.OVERLAP_WEIGHT] = config.weight
+    settings[scoring.TEMPERATURE] = config.temperature
+    settings[scoring.EXPECTED_TTL_S] = expected.ttl_s
+    settings[scoring.USES_EVENTS] = config.use_kv_events
+    settings[scoring.TTFT_OBJECTIVE_MS] = config.ttft_slo_ms or 0.0
+    settings[scoring.ITL_OBJECTIVE_MS] = config.itl_slo_ms or 0.0
+    settings[scoring.MAX_EXPECTED] = expected.capacity
+    settings[scoring.MAX_MORE_EXPIRED] = expected.max_more_expired
     return settings

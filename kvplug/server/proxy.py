@@ -23,7 +23,7 @@ from kvplug.audit.router import AuditedRouter
 from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
-from kvplug.router.core import Decision
+from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
 from kvplug.server.replies import ApiError, error_event
 from kvplug.server.usage import StreamTail, usage_of

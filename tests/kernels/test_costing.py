@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,20 +10,34 @@ loads = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 50), st.integers(0, 10)),
     max_size=6,
 )
+NAMES = costing.Ranks._fields
+TRAFFIC = (
+    *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
+    *("answer_tokens", "usual_capacity"),
+)
+counts = st.integers(0, 40).map(float)
+ranks = st.lists(
+    st.fixed_dictionaries(
+        {name: counts if name.startswith("num") else st.floats(0, 200) for name in NAMES}
+    ),
+    min_size=1,
+    max_size=5,
+)
+traffics = st.fixed_dictionaries({name: st.floats(0, 100) for name in TRAFFIC})
 
 
 @given(st.floats(0, 50), st.integers(0, 50), st.floats(0, 4), loads)
-def test_cost_is_the_formula(prompt_blocks, num_full_blocks, weight, ranks):
+def test_the_cost_in_blocks_is_the_formula(prompt_blocks, num_full_blocks, weight, ranks):
     credit, prefill, active, active_depth = (
         (list(c) for c in zip(*ranks, strict=True)) if ranks else ([], [], [], [])
     )
     out = np.empty(len(ranks))
-    costing.cost(
+    costing.fill_blocks_costs(
         prompt_blocks, num_full_blocks, weight, np.array(credit, dtype=float),
-        np.array(prefill, dtype=float), np.array(active, dtype=np.int64),
+        np.array(prefill, dtype=float), np.array(active, dtype=float),
         np.array(active_depth, dtype=np.int64), out,
     )  # fmt: skip
-    expected = twins.cost(
+    expected = twins.blocks_cost(
         prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth
     )
     np.testing.assert_allclose(out, expected)
@@ -31,7 +46,75 @@ def test_cost_is_the_formula(prompt_blocks, num_full_blocks, weight, ranks):
 def test_the_worked_example_of_the_specification():
     # Three workers with 8, 5, 2 blocks to prefill and 10, 5, 9 to decode: the second one wins.
     out = np.empty(3)
-    credit = np.array([2.0, 5.0, 8.0])
-    zeros = np.zeros(3, dtype=np.int64)
-    costing.cost(10.0, 0, 1.0, credit, np.zeros(3), np.array([10, 5, 9]), zeros, out)
+    credit, zeros = np.array([2.0, 5.0, 8.0]), np.zeros(3, dtype=np.int64)
+    active = np.array([10.0, 5.0, 9.0])
+    costing.fill_blocks_costs(10.0, 0, 1.0, credit, np.zeros(3), active, zeros, out)
     assert out.tolist() == [18.0, 10.0, 11.0]
+
+
+def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
+    columns = np.array([[rank[name] for rank in ranks] for name in NAMES], dtype=float)
+    n, numbers = len(ranks), np.arange(len(ranks))
+    waits, own, cost = np.empty(n), np.empty(n), np.empty(n)
+    costing.fill_fleet_costs(
+        columns.reshape(-1), np.array([traffic[name] for name in TRAFFIC]), numbers, now_ms,
+        float(num_tokens), float(size), max_answer, *np.array(found, dtype=float).T.copy(),
+        waits, own, cost,
+    )  # fmt: skip
+    return waits, own, cost
+
+
+@given(
+    ranks,
+    traffics,
+    st.floats(0, 300),
+    st.integers(1, 100),
+    st.sampled_from([1, 4, 16]),
+    st.floats(0, 50) | st.just(np.inf),
+    st.data(),
+)
+def test_the_cost_in_ms_is_the_formula(ranks, traffic, now_ms, num_tokens, size, answer, data):
+    blocks = st.integers(0, num_tokens // size)
+    found = [(*sorted(data.draw(st.tuples(blocks, blocks)))[::-1], 3.5) for _ in ranks]
+    waits, own, cost = fleet_costs(ranks, traffic, now_ms, num_tokens, size, answer, found)
+    expected = twins.fleet_costs(ranks, traffic, now_ms, num_tokens, size, answer, found)
+    np.testing.assert_allclose(waits, twins.waits_ms(ranks, now_ms), atol=1e-9)
+    np.testing.assert_allclose(np.stack([own, cost], axis=1), expected, rtol=1e-9, atol=1e-9)
+
+
+def rank_with(**values):
+    defaults = {"token_ms": 0.1, "capacity_blocks": 100.0}
+    return dict.fromkeys(NAMES, 0.0) | defaults | values
+
+
+NOTHING, MOST = (0, 0, 0), (50, 50, 0)
+QUIET = dict.fromkeys(TRAFFIC, 0.0) | {"gap_ms": 1e9}
+
+
+def test_the_worked_example_of_the_docs():
+    """docs/routing.md, "A worked example": change both together."""
+    holder = rank_with(
+        resident_blocks=100.0, waiting_ms=60.0, first_ms=60.0, num_waiting=1.0, num_running=3.0,
+        coming_blocks=25.0, busy_ms=10.0, fixed_ms=2.0, sequence_ms=0.1,
+    )  # fmt: skip
+    other = rank_with(resident_blocks=100.0, fixed_ms=2.0, sequence_ms=0.1)
+    traffic = dict.fromkeys(TRAFFIC, 0.0) | {
+        "gap_ms": 20.0, "work_ms": 20.0, "prompt_blocks": 100.0, "cached_blocks": 80.0,
+        "answer_tokens": 32.0,
+    }  # fmt: skip
+    _, own, cost = fleet_costs([holder, other], traffic, 0.0, 816, 16, np.inf, [MOST, NOTHING])
+    assert own.tolist() == pytest.approx([73.6, 83.6])
+    assert cost.tolist() == pytest.approx([193.92, 450.32])
+
+
+def test_an_idle_empty_fleet_costs_the_prefill():
+    _, own, cost = fleet_costs([rank_with(), rank_with()], QUIET, 0.0, 160, 16, np.inf, [NOTHING, (5, 5, 0)])
+    assert own.tolist() == cost.tolist() == pytest.approx([16.0, 8.0])
+
+
+def test_to_evict_costs_more_where_another_rank_has_room():
+    full = rank_with(resident_blocks=100.0)
+    for neighbour, times in ((rank_with(), 2.0), (full, 0.5)):
+        traffic = QUIET | {"prompt_blocks": 10.0, "cached_blocks": 5.0}
+        _, own, cost = fleet_costs([full, neighbour], traffic, 0.0, 160, 16, np.inf, [NOTHING] * 2)
+        assert cost[0] - own[0] == pytest.approx(times * 10 * 1.6)

@@ -57,8 +57,52 @@ def reaches(holders_of_block, own, pools, credits, num_ranks):
     return depths, credit
 
 
-def cost(prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth):
+def blocks_cost(prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth):
     return [
         weight * max(0.0, p + prompt_blocks - c) + (a + num_full_blocks - d)
         for c, p, a, d in zip(credit, prefill, active, active_depth, strict=True)
     ]
+
+
+def waits_ms(ranks, now_ms):
+    """What each rank still has to prefill; the oldest request is being computed."""
+    return [
+        r["waiting_ms"] - min(max(0.0, now_ms - r["first_since_ms"]), r["first_ms"])
+        if r["num_waiting"]
+        else 0.0
+        for r in ranks
+    ]
+
+
+def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
+    """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
+    num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
+    answer = min(traffic["answer_tokens"], max_answer)
+    filled = [r["resident_blocks"] + r["coming_blocks"] for r in ranks]
+    usual = traffic["usual_capacity"] or max(f + 1 for f in filled)
+    sizes = [max(r["capacity_blocks"] or usual, r["resident_blocks"]) for r in ranks]
+    has_room = any(f + num_blocks + answer / size <= c for f, c in zip(filled, sizes, strict=True))
+    block_ms = size * sum(r["token_ms"] for r in ranks) / len(ranks)
+    load = min(0.9, traffic["work_ms"] / max(traffic["gap_ms"] * len(ranks), 1e-9))
+    mean_job = max(traffic["work_ms"], block_ms, 1e-6)
+    behind = load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5)
+    reuse = traffic["cached_blocks"] / max(traffic["prompt_blocks"], 1e-9)
+    reuse = max(2.0, reuse) if has_room else reuse
+    costs = []
+    for r, wait, there, room, mine in zip(ranks, waits, filled, sizes, found, strict=True):
+        num_blocks_found, num_on_device, loading_ms = mine
+        cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
+        new = num_tokens - cached
+        prefill = r["token_ms"] * new + r["attention_ms"] * new * (cached + new / 2) + loading_ms
+        busy = r["busy_ms"] if r["num_running"] > r["num_waiting"] else 0.0
+        own = wait + r["fixed_ms"] + busy + prefill
+        stored = num_blocks - num_on_device + answer / size
+        evicted = reuse * block_ms * max(0.0, there + stored - room)
+        delayed = behind * min(1.0, (there + stored) / room)
+        step = r["step_ms"] + r["sequence_ms"] * r["num_running"]
+        step += r["context_ms"] * r["context_tokens"]
+        excess = max(0.0, r["active_blocks"] + stored - room) / max(1.0, r["active_blocks"])
+        longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + answer / 2)
+        decode = (longer * r["num_running"] + step * excess) * answer
+        costs.append((own, own + delayed * prefill + (1 + delayed) * evicted + decode))
+    return costs

@@ -101,7 +101,9 @@ class CacheAware(_Counting):
             known += 1
         is_unbalanced = most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least
         is_known = known > self.CACHE_THRESHOLD * max(1, len(blocks))
-        engine = self._sent_to[blocks[known - 1]] if is_known and not is_unbalanced else self._least()
+        engine = (
+            self._sent_to[blocks[known - 1]] if is_known and not is_unbalanced else self._least()
+        )
         self._sent_to.update(dict.fromkeys(blocks, engine))
         return engine
 
@@ -169,14 +171,10 @@ def make_policy(
         return _SIMPLE[name](specs, seed)
     kind, _, option = name.partition(":")
     key, _, value = option.partition("=")
-    settings: dict[str, float] = {}
-    if key == "blocks" and value:
-        settings["overlap_score_weight"] = _number(value, name)
-    elif option:
-        kind = ""
-    if kind != "kv":
+    if kind != "kv" or (option and (key != "blocks" or not value)):
         raise ConfigError(f"policy {name!r}: expected one of {', '.join(NAMES)}")
-    config = RouterConfig(block_size=specs[0].block_size, **settings)
+    weight = _number(value, name) if value else None
+    config = RouterConfig(block_size=specs[0].block_size, overlap_score_weight=weight)
     return Kv(specs, seed, config, tells_capacity=tells_capacity)
 
 

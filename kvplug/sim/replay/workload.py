@@ -78,97 +78,114 @@ def request_of(
     return Request(blocks, num_tokens, num_answer_tokens, answer_blocks)
 
 
-def documents(
-    *,
-    num_documents: int,
-    document_tokens: int | tuple[int, int],
-    own_tokens: int | tuple[int, int],
-    answer_tokens: int | tuple[int, int],
-    num_requests: int,
-    seed: int,
-    block_size: int = 16,
-    zipf: float = 0.0,
-    hot_share: float = 0.0,
-    system_tokens: int = 0,
-    name: str = "documents",
-) -> Workload:
-    """Questions about documents, drawn with weights 1 / rank**zipf; `hot_share` of them about the
-    first one. Lengths are fixed, or drawn from a range for each document or request.
+Span = int | tuple[int, int]
+"""A length, or the least and the greatest of lengths that are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Questions about documents, drawn with weights 1 / rank**zipf, or `hot_share` of them about
+    the first one; lengths in tokens. `system`: what all begin with.
     """
-    source = BlockSource(seed)
-    random = source.random
-    system = source.take(system_tokens // block_size)
-    prefixes = [
-        np.concatenate([system, source.take(_draw(random, document_tokens) // block_size)])
-        for _ in range(num_documents)
-    ]
-    chosen = random.choice(num_documents, num_requests, p=_weights(num_documents, zipf, hot_share))
-    requests = []
-    for number in chosen.tolist():
-        prefix = prefixes[number]
-        num_tokens = len(prefix) * block_size + _draw(random, own_tokens)
-        answer = _draw(random, answer_tokens)
-        requests.append(request_of(source, prefix, num_tokens, answer, block_size))
-    return Workload(name=name, block_size=block_size, requests=requests)
+
+    name: str = "documents"
+    num_requests: int = 1000
+    block_size: int = 16
+    num_documents: int
+    document: Span
+    own: Span
+    answer: Span
+    zipf: float = 0.0
+    hot_share: float = 0.0
+    system: int = 0
+
+    def make(self, seed: int) -> Workload:
+        """The same requests for the same seed."""
+        source = BlockSource(seed)
+        random, size = source.random, self.block_size
+        system = source.take(self.system // size)
+        prefixes = [
+            np.concatenate([system, source.take(_draw(random, self.document) // size)])
+            for _ in range(self.num_documents)
+        ]
+        chosen = random.choice(self.num_documents, self.num_requests, p=self._weights)
+        requests = []
+        for prefix in (prefixes[number] for number in chosen.tolist()):
+            num_tokens = len(prefix) * size + _draw(random, self.own)
+            answer = _draw(random, self.answer)
+            requests.append(request_of(source, prefix, num_tokens, answer, size))
+        return Workload(name=self.name, block_size=size, requests=requests)
+
+    @property
+    def _weights(self) -> npt.NDArray[np.float64]:
+        weights = np.arange(1, self.num_documents + 1, dtype=np.float64) ** -self.zipf
+        if self.hot_share and self.num_documents > 1:
+            weights[:] = (1 - self.hot_share) / (self.num_documents - 1)
+            weights[0] = self.hot_share
+        return np.asarray(weights / weights.sum())
 
 
-def conversations(
-    *,
-    num_live: int,
-    system_tokens: int,
-    turn_tokens: int,
-    num_turns: int,
-    answer_tokens: int,
-    num_requests: int,
-    seed: int,
-    block_size: int = 16,
-    name: str = "conversations",
-) -> Workload:
-    """Chats, `num_live` at a time, each with `num_turns` turns; the next turn is of a random one."""
-    source = BlockSource(seed)
-    system = source.take(system_tokens // block_size)
-    live: list[tuple[Request | None, int]] = []
-    requests = []
-    for _ in range(num_requests):
-        at = len(live) if len(live) < num_live else int(source.random.integers(num_live))
-        last, turn = live[at] if at < len(live) else (None, 0)
-        prefix, num_tokens = system, len(system) * block_size
-        if last is not None:
-            prefix = np.concatenate([last.blocks, last.answer_blocks])
-            num_tokens = last.num_tokens + last.num_answer_tokens
-        request = request_of(
-            source, prefix, num_tokens + turn_tokens, answer_tokens, block_size
-        )
-        requests.append(request)
-        live[at : at + 1] = [(request, turn + 1)] if turn + 1 < num_turns else []
-    return Workload(name=name, block_size=block_size, requests=requests)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Chats, `num_live` at a time, of `num_turns` turns; the next turn is of a random one."""
+
+    name: str = "conversations"
+    num_requests: int = 1000
+    block_size: int = 16
+    num_live: int
+    num_turns: int
+    turn: int
+    answer: int
+    system: int = 0
+
+    def make(self, seed: int) -> Workload:
+        """The same requests for the same seed."""
+        source, size = BlockSource(seed), self.block_size
+        system = source.take(self.system // size)
+        live: list[tuple[Request, int]] = []
+        requests = []
+        for _ in range(self.num_requests):
+            at = int(source.random.integers(self.num_live)) if len(live) == self.num_live else None
+            last, turn = (None, 0) if at is None else live.pop(at)
+            prefix, num_tokens = system, len(system) * size
+            if last is not None:
+                prefix = np.concatenate([last.blocks, last.answer_blocks])
+                num_tokens = last.num_tokens + last.num_answer_tokens
+            request = request_of(source, prefix, num_tokens + self.turn, self.answer, size)
+            requests.append(request)
+            if turn + 1 < self.num_turns:
+                live.append((request, turn + 1))
+        return Workload(name=self.name, block_size=size, requests=requests)
 
 
-def unshared(
-    *,
-    prompt_tokens: int,
-    answer_tokens: int,
-    num_requests: int,
-    seed: int,
-    block_size: int = 16,
-    name: str = "unshared",
-) -> Workload:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unshared:
     """Prompts that have nothing in common."""
-    source, nothing = BlockSource(seed), np.zeros(0, dtype=np.uint64)
-    requests = [
-        request_of(source, nothing, prompt_tokens, answer_tokens, block_size)
-        for _ in range(num_requests)
-    ]
-    return Workload(name=name, block_size=block_size, requests=requests)
+
+    name: str = "unshared"
+    num_requests: int = 1000
+    block_size: int = 16
+    prompt: Span
+    answer: Span
+
+    def make(self, seed: int) -> Workload:
+        """The same requests for the same seed."""
+        source, nothing = BlockSource(seed), np.zeros(0, dtype=np.uint64)
+        requests = [
+            request_of(
+                source,
+                nothing,
+                _draw(source.random, self.prompt),
+                _draw(source.random, self.answer),
+                self.block_size,
+            )
+            for _ in range(self.num_requests)
+        ]
+        return Workload(name=self.name, block_size=self.block_size, requests=requests)
 
 
-def _draw(random: np.random.Generator, span: int | tuple[int, int]) -> int:
+WorkloadSpec = Documents | Conversations | Unshared
+
+
+def _draw(random: np.random.Generator, span: Span) -> int:
     return span if isinstance(span, int) else int(random.integers(span[0], span[1] + 1))
-
-
-def _weights(num_documents: int, zipf: float, hot_share: float) -> npt.NDArray[np.float64]:
-    weights = np.arange(1, num_documents + 1, dtype=np.float64) ** -zipf
-    if hot_share and num_documents > 1:
-        weights[:] = (1 - hot_share) / (num_documents - 1)
-        weights[0] = hot_share
-    return np.asarray(weights / weights.sum())

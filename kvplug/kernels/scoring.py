@@ -1,0 +1,230 @@
+"""What a request costs on each candidate, in the unit that is configured.
+
+In:  its hashes; what ranks hold of it (kernels/matching.py); bundles (kernels/bundle.py).
+Out: COSTS, OWN_MS and FOUND of each candidate.
+
+Parts for kernels/routing.py. The formulas are those of kernels/costing.py; besides them: what full
+caches will have lost by then (kernels/forecast.py), prefixes that are asked for so much that a copy
+pays, objectives. Reference: plain Python (tests/kernels/test_routing.py).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.kernels import active_blocks, costing, forecast, matching, reach
+from kvplug.kernels._jit import inlined
+from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
+from kvplug.kernels.costing import Fleet, Found, Prompt, Ranks
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Index = int | np.int64
+
+# Arrays of the fleet's bundle. INDEX_RANKS: int64[ranks], the index's number of each rank of the
+# fleet, 0 for those in another index, which are no candidates. Of each rank, for the request at
+# hand: COSTS, OWN_MS, WAITS (ms) and FOUND, float64[3 * ranks], the columns of costing.Found.
+# EXPECTED...: kernels/expiring.py.
+(
+    SETTINGS, COLUMNS, TRAFFIC, INDEX_RANKS, COSTS, OWN_MS, WAITS, FOUND, ACTIVE,
+    FORECAST_SLOTS, FORECAST_KEYS, FORECAST_LINKS, FORECAST_ENDS,
+    POPULAR_KEYS, POPULAR_COUNTS,
+    EXPECTED_SLOTS, EXPECTED_KEYS, EXPECTED_DEADLINES, EXPECTED_LINKS, EXPECTED_STATE,
+) = range(20)  # fmt: skip
+# SETTINGS, float64. COST_IN_MS: 1 for milliseconds, 0 for blocks. Objectives: 0 for none.
+(
+    COST_IN_MS, OVERLAP_WEIGHT, TEMPERATURE, EXPECTED_TTL_S, USES_EVENTS, TTFT_OBJECTIVE_MS,
+    ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, NUM_SETTINGS,
+) = range(10)  # fmt: skip
+
+# A rank that cannot meet an objective comes after all that can.
+_LAST_RESORT = 1e12
+# A prefix whose requests would keep a rank of its own busy will use a copy often: it costs this
+# share of its price. From 0.03 to 0.3, and accumulated regret instead, did the same.
+_SHARE_OF_POPULAR = 0.3
+_REQUESTS_OF_POPULARITY = 200.0
+
+
+class Request(NamedTuple):
+    """hashes: of its full blocks."""
+
+    hashes: U64
+    prompt: Prompt
+    now_s: float
+
+
+@inlined
+def forecast_of(bundle: U64) -> forecast.Forecast:
+    """The forecast's arrays."""
+    return forecast.Forecast(
+        u64_of(bundle, FORECAST_SLOTS), u64_of(bundle, FORECAST_KEYS),
+        i32_of(bundle, FORECAST_LINKS), i64_of(bundle, FORECAST_ENDS),
+    )  # fmt: skip
+
+
+@inlined
+def reach_of(held: I64, which: Index, at: Index) -> Index:
+    """How far rank `at` of the index reaches; which: a row of kernels/matching.py."""
+    return np.int64(held[which * (len(held) // matching.NUM_ROWS) + at])
+
+
+@inlined
+def found_of(bundle: U64, rank: Index) -> Found:
+    """What `fill_scores` found there."""
+    found = f64_of(bundle, FOUND)
+    num_ranks = len(found) // 3
+    return Found(found[rank], found[num_ranks + rank], found[2 * num_ranks + rank])
+
+
+@inlined
+def _loading_ms(ranks: Ranks, rank: Index, at: Index, prompt: Prompt, held: I64) -> float:
+    """To bring what lower tiers have to the device."""
+    on_device, in_host = reach_of(held, reach.ON_DEVICE, at), reach_of(held, reach.IN_HOST, at)
+    on_disk, anywhere = reach_of(held, reach.ON_DISK, at), reach_of(held, reach.ANY, at)
+    host_ms = ranks.host_ms[rank] * (in_host - on_device)
+    disk_ms = ranks.disk_ms[rank] * (on_disk - in_host)
+    pool_ms = ranks.pool_ms[rank] * (anywhere - on_disk)
+    return float(prompt.block_size * (host_ms + disk_ms + pool_ms))
+
+
+@inlined
+def _find(prompt: Prompt, rank: Index, at: Index, worth: float, ranks: Ranks, held: I64) -> Found:
+    """What the rank has of a prompt now; `worth`: how far that can be relied on."""
+    depth, anywhere = reach_of(held, matching.DEPTH, at), reach_of(held, reach.ANY, at)
+    num_blocks = depth - (1.0 - worth) * anywhere
+    lower = anywhere - reach_of(held, reach.ON_DEVICE, at)
+    if lower == 0:
+        return Found(num_blocks, num_blocks, 0.0)
+    loading_ms = _loading_ms(ranks, rank, at, prompt, held)
+    return Found(num_blocks, num_blocks - worth * lower, worth * loading_ms)
+
+
+@inlined
+def _find_then(request: Request, rank: Index, found: Found, bundle: U64) -> Found:
+    """As it will be when the rank serves the request, if its cache is full and others are before
+    it. Lower tiers do not lose what the device evicts, but it has to be loaded.
+    """
+    then = np.float64(forecast.num_held(forecast_of(bundle), rank, request.hashes))
+    if found.num_blocks <= found.num_on_device:
+        return Found(then, then, 0.0)
+    num_lower = found.num_blocks - found.num_on_device
+    num_lost = max(0.0, found.num_on_device - then)
+    loading_ms = found.loading_ms * (num_lower + num_lost) / num_lower
+    return Found(max(then, found.num_blocks), then, loading_ms)
+
+
+@inlined
+def _fill_times(
+    request: Request, candidates: I64, fleet: Fleet, index: U64, held: I64, bundle: U64
+) -> None:
+    """FOUND, OWN_MS, and COSTS in milliseconds."""
+    ranks, index_ranks = costing.ranks_of(f64_of(bundle, COLUMNS)), i64_of(bundle, INDEX_RANKS)
+    costs, own, waits = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS), f64_of(bundle, WAITS)
+    out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
+    worths = f64_of(index, matching.CREDITS)[reach.NUM_MASKS :]
+    has_forecast = f64_of(bundle, SETTINGS)[COST_IN_MS] > 0
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        at = index_ranks[rank]
+        found = _find(request.prompt, rank, at, worths[at], ranks, held)
+        capacity = costing.capacity_of_rank(ranks, rank, fleet.capacity)
+        if has_forecast and costing.filled_blocks(ranks, rank) > capacity:
+            found = _find_then(request, rank, found, bundle)
+        out[rank], out[num_ranks + rank] = found.num_blocks, found.num_on_device
+        out[2 * num_ranks + rank] = found.loading_ms
+        times = costing.times_of(ranks, rank, request.prompt, fleet, waits[rank], found)
+        own[rank], costs[rank] = times.own, times.fleet
+
+
+@inlined
+def _fill_costs_in_blocks(request: Request, candidates: I64, held: I64, bundle: U64) -> None:
+    ranks, index_ranks = costing.ranks_of(f64_of(bundle, COLUMNS)), i64_of(bundle, INDEX_RANKS)
+    costs, active = f64_of(bundle, COSTS), u64_of(bundle, ACTIVE)
+    credits = held[matching.CREDIT * (len(held) // matching.NUM_ROWS) :].view(np.float64)
+    weight, prompt = f64_of(bundle, SETTINGS)[OVERLAP_WEIGHT], request.prompt
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        costs[rank] = costing.blocks_cost(
+            prompt.num_tokens / prompt.block_size, len(request.hashes), weight,
+            credits[index_ranks[rank]],
+            ranks.prefill_tokens[rank] / prompt.block_size,
+            ranks.active_blocks[rank],
+            active_blocks.shared(active, request.hashes, rank),
+        )  # fmt: skip
+
+
+@inlined
+def _cheapest(candidates: I64, costs: F64) -> Index:
+    best = np.int64(candidates[0])
+    for i in range(1, len(candidates)):
+        if costs[candidates[i]] < costs[best]:
+            best = np.int64(candidates[i])
+    return best
+
+
+@inlined
+def _popularity(request: Request, num_blocks: float, bundle: U64) -> float:
+    """The share of requests, of late, that have the prefix in common is found."""
+    keys, counts = u64_of(bundle, POPULAR_KEYS), f64_of(bundle, POPULAR_COUNTS)
+    now = f64_of(bundle, TRAFFIC)[costing.NUM_ROUTED]
+    key = request.hashes[np.int64(max(1.0, num_blocks)) - 1]
+    at = np.int64(key % np.uint64(len(keys)))
+    count = counts[2 * at] * np.exp((counts[2 * at + 1] - now) / _REQUESTS_OF_POPULARITY)
+    if keys[at] != key and count >= 1.0:
+        return 0.0  # the slot belongs to one that is asked for more
+    count = count + 1.0 if keys[at] == key else 1.0
+    keys[at], counts[2 * at], counts[2 * at + 1] = key, count, now
+    seen = 1.0 - np.exp(-(now + 1.0) / _REQUESTS_OF_POPULARITY)
+    return float(count / (_REQUESTS_OF_POPULARITY * seen))
+
+
+@inlined
+def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U64) -> None:
+    """Lower the costs of copying a prefix that has the traffic of a rank for each of its copies."""
+    costs, num_found = f64_of(bundle, COSTS), f64_of(bundle, FOUND)
+    num_blocks = num_found[_cheapest(candidates, costs)]
+    if num_blocks < 1.0 or len(candidates) < 2:
+        return
+    share, num_copies = _popularity(request, num_blocks, bundle), 0
+    for i in range(len(candidates)):
+        num_copies += num_found[candidates[i]] >= num_blocks
+    if share * len(candidates) < num_copies:
+        return
+    ranks, waits = costing.ranks_of(f64_of(bundle, COLUMNS)), f64_of(bundle, WAITS)
+    copy = Found(num_blocks, num_blocks, 0.0)
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        if num_found[rank] < num_blocks:
+            with_copy = costing.times_of(ranks, rank, request.prompt, fleet, waits[rank], copy)
+            costs[rank] -= (1.0 - _SHARE_OF_POPULAR) * (costs[rank] - with_copy.fleet)
+
+
+@inlined
+def _raise_misses(request: Request, candidates: I64, bundle: U64) -> None:
+    """Ranks that will miss an objective come last."""
+    settings, ranks = f64_of(bundle, SETTINGS), costing.ranks_of(f64_of(bundle, COLUMNS))
+    costs, own = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS)
+    ttft_ms, itl_ms = settings[TTFT_OBJECTIVE_MS], settings[ITL_OBJECTIVE_MS]
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        between = costing.time_between_tokens(ranks, rank, 1.0, request.prompt.num_tokens)
+        num_missed = np.float64(ttft_ms > 0 and own[rank] > ttft_ms)
+        num_missed += np.float64(itl_ms > 0 and between > itl_ms)
+        costs[rank] += _LAST_RESORT * num_missed
+
+
+@inlined
+def fill_scores(
+    request: Request, candidates: I64, fleet: Fleet, index: U64, held: I64, bundle: U64
+) -> None:
+    """COSTS, OWN_MS and FOUND of each candidate."""
+    settings = f64_of(bundle, SETTINGS)
+    _fill_times(request, candidates, fleet, index, held, bundle)
+    if settings[COST_IN_MS] > 0:
+        _encourage_copies(request, candidates, fleet, bundle)
+    else:
+        _fill_costs_in_blocks(request, candidates, held, bundle)
+    if settings[TTFT_OBJECTIVE_MS] > 0 or settings[ITL_OBJECTIVE_MS] > 0:
+        _raise_misses(request, candidates, bundle)

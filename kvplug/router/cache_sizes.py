@@ -1,0 +1,127 @@
+"""How full the cache of each rank is, and how many blocks it has room for.
+
+In:  what engines say; how many blocks they hold, also when they evict.
+Out: the numbers in the load of the fleet (kvplug/router/load.py); what is wrong with them.
+
+An engine that evicts is full, so the most that it held then is its capacity, or nearly: a request
+of many blocks evicts before the last of them fit. What an engine says is believed unless it holds
+more.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvplug.events import Rank
+from kvplug.index.applied import Applied
+from kvplug.router.fleet_index import FleetIndex
+from kvplug.router.load import ActiveLoad
+
+logger = logging.getLogger(__name__)
+
+Source = Literal["given", "learned", "unknown"]
+
+# vLLM keeps a block to itself, and counts it.
+_TOLERANCE = 1.02
+
+
+@dataclass(slots=True)
+class CacheSize:
+    """Of one rank's cache, in blocks; `problem`: what is wrong with the capacity that was said."""
+
+    num_resident: int = 0
+    said: float | None = None
+    learned: int = 0
+    problem: str | None = None
+
+    @property
+    def capacity(self) -> float:
+        """What is believed; 0 if nothing is known."""
+        if self.said is not None and self.problem is None:
+            return self.said
+        return float(self.learned)
+
+    @property
+    def source(self) -> Source:
+        """Where that is from."""
+        if self.said is not None and self.problem is None:
+            return "given"
+        return "learned" if self.learned else "unknown"
+
+    def say(self, num_blocks: float) -> bool:
+        """The engine has room for so many; whether there is a problem that was not there before."""
+        if num_blocks == self.said:
+            return False
+        self.said, self.problem = num_blocks, None
+        if not num_blocks > 0:
+            self.problem = f"a capacity of {num_blocks:g} blocks is none"
+        return self.problem is not None
+
+    def see(self, num_resident: int, *, evicts: bool) -> bool:
+        """It held so many, maybe as it evicted; whether there is a problem that was not before."""
+        if evicts:
+            self.learned = max(self.learned, num_resident)
+        if self.problem is not None or self.said is None or num_resident <= _TOLERANCE * self.said:
+            return False
+        self.learned = max(self.learned, num_resident)
+        self.problem = f"it holds {num_resident} blocks, more than its capacity of {self.said:g}"
+        return True
+
+
+class CacheSizes:
+    """say and note; of(rank)."""
+
+    def __init__(self, fleet_index: FleetIndex, load: ActiveLoad) -> None:
+        self._fleet_index, self._load = fleet_index, load
+        self._sizes: dict[Rank, CacheSize] = {}
+
+    def of(self, rank: Rank) -> CacheSize:
+        """What is known of the rank now."""
+        size = self._sizes.get(rank, CacheSize())
+        return replace(size, num_resident=self.num_resident(rank))
+
+    def say(self, rank: Rank, num_blocks: float) -> None:
+        """The rank's engine has room for so many blocks."""
+        if rank in self._fleet_index.numbers:
+            size = self._sizes.setdefault(rank, CacheSize())
+            self._put(rank, size, is_new_problem=size.say(num_blocks))
+
+    def num_resident(self, rank: Rank) -> int:
+        """Distinct blocks on the rank's device."""
+        if rank not in self._fleet_index.numbers:
+            return 0
+        return self._fleet_index.section_of(rank).index.num_resident(rank)
+
+    def note(self, rank: Rank, num_before: int, applied: Applied) -> None:
+        """Events have changed the rank's cache, which had so many blocks before."""
+        if rank not in self._fleet_index.numbers:
+            return
+        number, num_now = self._fleet_index.numbers.number_of(rank), self.num_resident(rank)
+        if applied.was_cleared:
+            self._load.empty_cache(number)
+        self._load.set_resident(number, num_now)
+        size = self._sizes.setdefault(rank, CacheSize())
+        before = size.capacity
+        is_new = size.see(max(num_before, num_now), evicts=applied.num_removed > 0)
+        if is_new or size.capacity != before:
+            self._put(rank, size, is_new_problem=is_new)
+
+    def note_all(self) -> None:
+        """Ranks came or went, or are in another index now."""
+        for rank in self._fleet_index.numbers.ranks:
+            if rank is not None:
+                number = self._fleet_index.numbers.number_of(rank)
+                self._load.set_resident(number, self.num_resident(rank))
+
+    def forget(self, rank: Rank) -> None:
+        """The rank is gone."""
+        self._sizes.pop(rank, None)
+
+    def _put(self, rank: Rank, size: CacheSize, *, is_new_problem: bool) -> None:
+        if is_new_problem:
+            logger.warning(
+                "%s: %s; that is ignored, and learnt from its events", rank, size.problem
+            )
+        self._load.set_capacity(self._fleet_index.numbers.number_of(rank), size.capacity)

@@ -1,0 +1,260 @@
+"""Deciding: a prompt to a rank, with the request counted as its load.
+
+In:  token ids or hashes, candidates.   Out: Decisions.
+
+All of it is one call of a kernel (kernels/routing.py) where the candidates are in one index; where
+they are in several, each is asked, and the picked one told.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Collection
+from itertools import count
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import ConfigError, NoWorkerError
+from kvplug.events import Rank
+from kvplug.hashing import Hashes, Tokens
+from kvplug.kernels import routing
+from kvplug.router.candidates import Candidates
+from kvplug.router.config import RouterConfig
+from kvplug.router.fleet_index import FleetIndex, Section
+from kvplug.router.load import ActiveLoad, ActiveRequest
+from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
+from kvplug.router.prompt import Prompt
+from kvplug.router.section_arrays import SectionArrays
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+NO_TOKENS: Tokens = np.empty(0, dtype=np.uint32)
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes, and why.
+
+    overlap_blocks: leading blocks that the chosen rank holds, `cached_tokens` in tokens;
+    prompt_blocks: full blocks of the prompt; cost: of the chosen rank, in ms or in blocks as
+    configured; block_size: how many tokens a block has there; predicted_ttft_ms: by the model of
+    the rank's engine (kvplug/router/engine_model.py).
+    """
+
+    request_id: str
+    rank: Rank
+    overlap_blocks: int
+    cached_tokens: int
+    prompt_blocks: int
+    cost: float
+    block_size: int
+    predicted_ttft_ms: float
+
+
+class _Requests(NamedTuple):
+    """As the kernel takes them: tokens of all, where each ends, their hashes."""
+
+    tokens: Tokens
+    ends: I64
+    seed: np.uint64
+    hashes: Hashes
+    now_s: float
+    answer_tokens: float
+
+
+class Decider:
+    """candidates, then decide or decide_many; fleet_changed. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet_index: FleetIndex,
+        load: ActiveLoad,
+        random_: random.Random | None,
+    ) -> None:
+        self._config, self._fleet_index, self._load = config, fleet_index, load
+        self._random = random_ or random.Random()
+        self._candidates = Candidates(fleet_index)
+        self._round_robin = RoundRobin()
+        self._arrays: dict[Section, SectionArrays] = {}
+        self._out: F64 = np.zeros(routing.NUM_OUT)
+        self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
+
+    def fleet_changed(self) -> None:
+        """Ranks came or went, or are in another index now."""
+        self._candidates.clear()
+        sections = self._fleet_index.sections
+        self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in sections}
+        self._load.reserve(len(self._fleet_index.numbers.ranks))
+
+    def candidates(self, model: str, workers: Collection[str] | None) -> I64:
+        """Numbers of the ranks that can take a request; NoWorkerError if there are none."""
+        candidates = self._candidates.of(model, workers)
+        if not len(candidates):
+            ranks = self._fleet_index.numbers.ranks
+            known = ", ".join(str(rank) for rank in ranks if rank is not None) or "none"
+            what = f"model {model!r}" if model else "the request"
+            raise NoWorkerError(f"no worker can take {what}; known workers: {known}")
+        return candidates
+
+    def decide(
+        self,
+        prompt: Prompt,
+        request_id: str | None,
+        candidates: I64,
+        now_s: float,
+        max_tokens: int | None,
+    ) -> Decision:
+        """Choose, and account; ConfigError for a request id that is in flight."""
+        if request_id is None:
+            request_id = self._new_id()
+        elif request_id in self._load:
+            raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
+        if self._config.mode == "round_robin":
+            candidates = np.array([self._round_robin.pick(candidates)])
+        sections = self._fleet_index.asked(candidates)
+        if len(sections) > 1:
+            return self._decide_among(sections, prompt, request_id, candidates, now_s, max_tokens)
+        requests = _requests(prompt, sections[0], now_s, max_tokens)
+        self._call(routing.BOTH, requests, sections[0], candidates)
+        return self._accept(request_id, sections[0], requests.hashes, self._out, now_s)
+
+    def decide_many(
+        self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
+        max_tokens: int | None,
+    ) -> list[Decision]:  # fmt: skip
+        """As `decide` for each, with ids of ours."""
+        sections = self._fleet_index.asked(candidates)
+        if self._config.mode == "kv" and len(sections) == 1 and not sections[0].index.bigrams:
+            return self._decide_at_once(prompts, seed, candidates, sections[0], now_s, max_tokens)
+        return [
+            self.decide(Prompt(tokens, seed), None, candidates, now_s, max_tokens)
+            for tokens in prompts
+        ]
+
+    def note_answer(self, number: int, num_tokens: int) -> None:
+        """A request on this rank was answered with so many tokens."""
+        section = self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
+        self._arrays_of(section).note_answer(num_tokens)
+
+    def _decide_among(
+        self,
+        sections: tuple[Section, ...],
+        prompt: Prompt,
+        request_id: str,
+        candidates: I64,
+        now_s: float,
+        max_tokens: int | None,
+    ) -> Decision:
+        costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
+        for section in sections:
+            mine = candidates[np.isin(candidates, section.numbers)]
+            requests[section] = _requests(prompt, section, now_s, max_tokens)
+            self._call(routing.SCORE, requests[section], section, mine)
+            unit = 1 if self._config.is_cost_in_ms else section.block_size  # else in tokens
+            costs[mine] = self._arrays_of(section).costs[mine] * unit
+        number = self._pick(candidates, costs[candidates])
+        section = self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
+        chosen = requests[section]
+        self._call(routing.ACCOUNT, chosen, section, np.array([number]))
+        return self._accept(request_id, section, chosen.hashes, self._out, now_s)
+
+    def _pick(self, candidates: I64, costs: F64) -> int:
+        if self._config.temperature > 0:
+            return pick_softmax(candidates, costs, self._config.temperature, self._random)
+        return pick_lowest(candidates, costs, self._random)
+
+    def _call(self, stages: int, requests: _Requests, section: Section, candidates: I64) -> None:
+        """For one request; what comes of it is in `_out`."""
+        while not self._call_kernel(stages, requests, section, candidates, self._out):
+            self._make_room(section, candidates, len(requests.hashes))
+
+    def _call_kernel(
+        self, stages: int, requests: _Requests, section: Section, candidates: I64, out: F64
+    ) -> int:
+        """How many of the requests are done."""
+        arrays, random_ = self._arrays_of(section), np.uint64(self._random.getrandbits(64))
+        tokens, ends, seed, hashes, now_s, answer_tokens = requests
+        return int(routing.route(
+            stages, tokens, ends, section.block_size, seed, now_s, random_, answer_tokens,
+            candidates, arrays.index, arrays.fleet, hashes, arrays.held, out,
+        ))  # fmt: skip
+
+    def _make_room(self, section: Section, candidates: I64, num_blocks: int) -> None:
+        """For a prompt of so many blocks, on whichever of the candidates it goes to."""
+        num_ranks = len(self._fleet_index.numbers.ranks)
+        self._arrays_of(section).reserve(candidates, num_blocks, num_ranks)
+
+    def _decide_at_once(
+        self, prompts: list[Tokens], seed: int, candidates: I64, section: Section, now_s: float,
+        max_tokens: int | None,
+    ) -> list[Decision]:  # fmt: skip
+        lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
+        tokens = np.concatenate([NO_TOKENS, *prompts])
+        ends, hash_ends = np.cumsum(lengths), np.cumsum(lengths // section.block_size)
+        hashes = np.empty(int(hash_ends[-1]) if prompts else 0, dtype=np.uint64)
+        outs, done = np.zeros((len(prompts), routing.NUM_OUT)), 0
+        decisions: list[Decision] = []
+        while done < len(prompts):
+            first, first_hash = (int(e[done - 1]) if done else 0 for e in (ends, hash_ends))
+            rest = _Requests(
+                tokens[first:], ends[done:] - first, np.uint64(seed), hashes[first_hash:], now_s,
+                _answer_tokens(max_tokens),
+            )  # fmt: skip
+            rest_out = outs[done:].reshape(-1)
+            done += self._call_kernel(routing.BOTH, rest, section, candidates, rest_out)
+            for out in outs[len(decisions) : done]:
+                at = len(decisions)
+                mine = hashes[int(hash_ends[at - 1]) if at else 0 : int(hash_ends[at])]
+                decisions.append(self._accept(self._new_id(), section, mine, out, now_s))
+            if done < len(prompts):
+                self._make_room(section, candidates, len(prompts[done]) // section.block_size)
+        return decisions
+
+    def _accept(
+        self, request_id: str, section: Section, hashes: Hashes, out: F64, now_s: float
+    ) -> Decision:
+        number, cost, depth, own_ms, *prefill = out.tolist()
+        number, depth = int(number), int(depth)
+        deadline_s = self._load.deadline_s(now_s)
+        request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
+        self._load.start(request_id, request)
+        return Decision(
+            request_id=request_id,
+            rank=self._fleet_index.numbers.rank(number),
+            overlap_blocks=depth,
+            cached_tokens=depth * section.block_size,
+            prompt_blocks=len(hashes),
+            cost=cost,
+            block_size=section.block_size,
+            predicted_ttft_ms=own_ms,
+        )
+
+    def _arrays_of(self, section: Section) -> SectionArrays:
+        arrays = self._arrays.get(section)
+        if arrays is None:
+            arrays = self._arrays[section] = SectionArrays(self._config, section, self._load)
+        arrays.refresh(len(self._fleet_index.numbers.ranks))
+        return arrays
+
+    def _new_id(self) -> str:
+        return f"{self._prefix}-{next(self._numbers)}"
+
+
+def _requests(prompt: Prompt, section: Section, now_s: float, max_tokens: int | None) -> _Requests:
+    """One request, whose hashes the kernel computes unless they are known."""
+    hashes, tokens = prompt.known_hashes(section.index.hasher), NO_TOKENS
+    if hashes is None:
+        hashes, tokens = np.empty(len(prompt) // section.block_size, np.uint64), prompt.tokens
+    ends = np.array((len(prompt),))
+    return _Requests(
+        tokens, ends, np.uint64(prompt.seed), hashes, now_s, _answer_tokens(max_tokens)
+    )
+
+
+def _answer_tokens(max_tokens: int | None) -> float:
+    return np.inf if max_tokens is None else float(max_tokens)
