@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvplug.router.config import RouterConfig
     from kvplug.router.core import Router
     from kvplug.router.decider import Decision
+    from kvplug.router.engine_model import EngineModel
 
 __all__ = [
     "AllBlocksCleared",
@@ -40,6 +41,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "Decision",
+    "EngineModel",
     "EventBatch",
     "KvplugError",
     "Namespace",
@@ -56,6 +58,7 @@ _HOME_OF = {
     "BlockRemoved": "kvplug.events",
     "BlockStored": "kvplug.events",
     "Decision": "kvplug.router.decider",
+    "EngineModel": "kvplug.router.engine_model",
     "EventBatch": "kvplug.events",
     "KvplugError": "kvplug.errors",
     "Namespace": "kvplug.events",

@@ -43,7 +43,7 @@ _KEPT_OF_RANK: Final = 0.98
 _EQUALS: Final = math.log(1.2)
 _WEIGHT_OF_EQUALITY: Final = 5.0  # observations
 _MAX_FACTOR: Final = 20.0
-_DOUBT_FROM: Final = 2.5  # mean absolute errors
+_DOUBT_FROM: Final = 2.5  # usual errors
 _KILO, _MEGA = 1e3, 1e6
 _MIN_TOKEN_MS: Final = 1e-4
 # Of the time to compute a token: to load one from the host, from disk, from a pool.
@@ -104,7 +104,7 @@ class RidgeFit:
         self._is_signed = np.arange(len(prior)) >= len(prior) - num_signed
         self._moments = np.zeros((len(prior), len(prior)))
         self._products = np.zeros(len(prior))
-        self._mean_error = self._mean_value = 0.0
+        self._mean_error = self._mean_value = self._usual_error = 0.0
 
     @property
     def error(self) -> float:
@@ -117,19 +117,22 @@ class RidgeFit:
         """What the coefficients say of it."""
         return float(features @ self.coefficients)
 
-    def add(self, features: F64, value: float) -> None:
-        """One more observation."""
+    def add(self, features: F64, value: float) -> float:
+        """One more observation; returns how far it counts, 0 to 1."""
         miss = abs(value - self.predict(features))
         weight = 1.0
         if self.num_observations >= len(features) and miss > 0:
-            weight = min(1.0, _DOUBT_FROM * self._mean_error / miss)
+            weight = min(1.0, _DOUBT_FROM * self._usual_error / miss)
         self._moments = _KEPT * self._moments + weight * np.outer(features, features)
         self._products = _KEPT * self._products + weight * value * features
         self.num_observations += 1
         share = max(1 - _KEPT, 1 / self.num_observations)
         self._mean_error += share * (miss - self._mean_error)
+        # The same mean, but outliers do not raise what counts as one.
+        self._usual_error += share * (weight * miss - self._usual_error)
         self._mean_value += share * (value - self._mean_value)
         self._solve()
+        return weight
 
     def _solve(self) -> None:
         used = np.arange(len(self._prior))
@@ -154,10 +157,10 @@ class _Factor:
     predicted_ms: float = 0.0
     num_observations: float = 0.0
 
-    def add(self, observed_ms: float, predicted_ms: float) -> None:
+    def add(self, observed_ms: float, predicted_ms: float, weight: float) -> None:
         """One more observation."""
-        self.observed_ms = _KEPT_OF_RANK * self.observed_ms + observed_ms
-        self.predicted_ms = _KEPT_OF_RANK * self.predicted_ms + predicted_ms
+        self.observed_ms = _KEPT_OF_RANK * self.observed_ms + weight * observed_ms
+        self.predicted_ms = _KEPT_OF_RANK * self.predicted_ms + weight * predicted_ms
         self.num_observations = _KEPT_OF_RANK * self.num_observations + 1
 
     @property
@@ -209,9 +212,9 @@ class FleetFit:
         tokens = (work.new_tokens + work.ahead_tokens) / _KILO + float(loaded @ _LOADING)
         prefill = np.array([0.0, tokens, pairs / _MEGA, 0.0, *loaded])
         rest = np.array([1.0, 0.0, 0.0, decode.value * work.is_busy, 0.0, 0.0, 0.0])
-        self.first_token.add(factor.value * prefill + rest, ms)
+        weight = self.first_token.add(factor.value * prefill + rest, ms)
         left_ms = max(0.0, ms - self.first_token.predict(rest))
-        factor.add(left_ms, self.first_token.predict(prefill))
+        factor.add(left_ms, self.first_token.predict(prefill), weight)
 
     def observe_answer(
         self,
@@ -228,9 +231,9 @@ class FleetFit:
         factor, prefill = self._of_decode[number], self._of_prefill[number]
         steps = np.array([1.0, num_running, context_tokens / _KILO, 0.0])
         work = np.array([0.0, 0.0, 0.0, prefill.value * prefilled_tokens / _KILO])
-        self.between.add(factor.value * steps + work, ms_between_tokens)
+        weight = self.between.add(factor.value * steps + work, ms_between_tokens)
         left_ms = max(0.0, ms_between_tokens - self.between.predict(work))
-        factor.add(left_ms, self.between.predict(steps))
+        factor.add(left_ms, self.between.predict(steps), weight)
 
     def factors(self, number: int) -> tuple[float, float]:
         """How many times as long as others the rank takes to prefill, and to decode."""

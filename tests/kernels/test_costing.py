@@ -108,7 +108,9 @@ def test_the_worked_example_of_the_docs():
 
 
 def test_an_idle_empty_fleet_costs_the_prefill():
-    _, own, cost = fleet_costs([rank_with(), rank_with()], QUIET, 0.0, 160, 16, np.inf, [NOTHING, (5, 5, 0)])
+    _, own, cost = fleet_costs(
+        [rank_with(), rank_with()], QUIET, 0.0, 160, 16, np.inf, [NOTHING, (5, 5, 0)]
+    )
     assert own.tolist() == cost.tolist() == pytest.approx([16.0, 8.0])
 
 

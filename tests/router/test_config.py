@@ -11,6 +11,7 @@ from kvplug.router.config import RouterConfig
         ({"block_size": 0}, "block_size must be in"),
         ({"mode": "magic"}, "mode must be one of kv, round_robin; got 'magic'"),
         ({"overlap_score_weight": -1}, "overlap_score_weight must be a finite number"),
+        ({"ttft_slo_ms": 0}, "ttft_slo_ms must be a number above 0"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
         ({"speculative_ttl_s": float("inf")}, "speculative_ttl_s must be a finite number"),
         ({"request_expiry_s": 0}, "request_expiry_s must be a finite number above 0"),
@@ -36,9 +37,12 @@ NO_NUMBERS = [
     (np.float32("inf"), "np.float32(inf)"),
     pytest.param(10**5000, "a number of thousands of digits", id="huge"),
 ]
+OPTIONAL = {"block_size", "overlap_score_weight", "ttft_slo_ms", "itl_slo_ms"}
 EXPECTED = {
     "block_size": "in [1, 65536] and a whole number",
-    "overlap_score_weight": "a finite number of at least 0",
+    "overlap_score_weight": "a finite number of at least 0, or None",
+    "ttft_slo_ms": "a number above 0, or None",
+    "itl_slo_ms": "a number above 0, or None",
     "temperature": "a finite number of at least 0",
     "speculative_ttl_s": "a finite number of at least 0",
     "stale_worth": "a number in [0, 1]",
@@ -59,10 +63,14 @@ def test_what_is_no_number_is_refused_with_what_is_one(name, expected, value, sh
     require_refusal(name, value, f"{name} must be {expected}, got {shown}")
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - {"block_size"}))
-def test_none_is_no_number_but_a_block_size_to_learn(name):
+@pytest.mark.parametrize("name", sorted(EXPECTED.keys() - OPTIONAL))
+def test_none_is_no_number(name):
     require_refusal(name, None, f"{name} must be {EXPECTED[name]}, got None")
-    assert RouterConfig(block_size=None).block_size is None
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONAL))
+def test_none_is_what_the_router_finds_out_itself(name):
+    assert getattr(RouterConfig(**{name: None}), name) is None
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,7 @@ def test_none_is_no_number_but_a_block_size_to_learn(name):
         *(("block_size", value) for value in (0, -1, 65537, 1.5, 16.0)),
         *((name, -1) for name in EXPECTED),
         *(("stale_worth", value) for value in (-0.1, 1.1)),
-        *((name, 0.0) for name in ("request_expiry_s", "approximate_ttl_s")),
+        *((name, 0.0) for name in ("request_expiry_s", "approximate_ttl_s", "ttft_slo_ms")),
     ],
 )
 def test_a_number_out_of_range_is_refused_with_the_range(name, value):
@@ -89,6 +97,27 @@ def test_bounds_that_are_no_counts_are_refused(name, value):
 @pytest.mark.parametrize("value", [None, "no", 0, 1, 0.0])
 def test_a_switch_is_true_or_false(value):
     require_refusal("use_kv_events", value, f"use_kv_events must be True or False, got {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_in_ms", "weight"),
+    [
+        ({}, True, 1.0),
+        ({"cost": "ms"}, True, 1.0),
+        ({"cost": "blocks"}, False, 1.0),
+        ({"overlap_score_weight": 4.0}, False, 4.0),
+        ({"cost": "blocks", "overlap_score_weight": 0.0}, False, 0.0),
+    ],
+)
+def test_a_weight_selects_the_cost_in_blocks(settings, is_in_ms, weight):
+    config = RouterConfig(**settings)
+    assert (config.is_cost_in_ms, config.weight) == (is_in_ms, weight)
+
+
+def test_what_the_cost_in_ms_has_no_use_for_is_refused():
+    with pytest.raises(ConfigError, match="overlap_score_weight is a weight of the cost in blocks"):
+        RouterConfig(cost="ms", overlap_score_weight=1.0)
+    require_refusal("cost", "tokens", "cost must be one of ms, blocks, or None, got 'tokens'")
 
 
 def test_numbers_may_be_those_of_numpy():

@@ -5,7 +5,6 @@ import pytest
 
 from kvplug import BlockRemoved, BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
 from kvplug.errors import ConfigError, HashingError, NoWorkerError, UnknownRequestError
-from kvplug.hashing import as_tokens
 
 PROMPT = list(range(64))
 
@@ -48,19 +47,17 @@ def test_load_outweighs_a_short_prefix():
 
 
 def test_blocks_of_live_requests_are_shared_not_added():
-    router = make_router("a")
-    hashes = router.index.hasher.sequence_hashes(as_tokens(PROMPT))
-    for _ in range(2):
-        router.route(PROMPT)
-        load = router.load.of(hashes, 1)
-        assert (load.active_blocks.tolist(), load.active_depth.tolist()) == ([16], [16])
+    router = make_router("a", cost="blocks", speculative_ttl_s=0.0)
+    costs = [router.route(prompt).cost for prompt in (PROMPT, PROMPT, [*PROMPT[:32], *[1] * 32])]
+    # 16, then 16 more, then 16 to prefill; 16 blocks to decode, then 16, then 8 more.
+    assert costs == [16 + 16, 32 + 16, 48 + 24]
 
 
 def test_a_routed_prefix_counts_as_cached_until_the_engine_says_so():
     clock = Clock()
     router = make_router("a", "b", clock=clock)
     first = router.route(PROMPT)
-    router.first_token(first.request_id)
+    router.finish(first.request_id)
     second = router.route(PROMPT)
     assert (second.rank, second.overlap_blocks) == (first.rank, 16)
     clock.now_s += 2.5

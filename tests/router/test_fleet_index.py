@@ -10,11 +10,11 @@ from kvplug import BlockStored, EventBatch, Namespace, Rank, Router, RouterConfi
 from kvplug.errors import ConfigError, NoWorkerError
 from kvplug.events import CxlState, CxlStateTransition
 from kvplug.hashing import as_tokens
+from kvplug.kernels import costing
 from kvplug.router.fleet_index import FleetIndex
 from tests.index.twin import engine_hash
 
 PROMPT = list(range(64))
-PROMPT_ARRAY = as_tokens(PROMPT)
 
 
 def make_router(**settings):
@@ -53,7 +53,7 @@ def check(router):
 
 
 def test_block_sizes_are_learnt_and_compared_in_tokens():
-    router = make_router()
+    router = make_router(cost="blocks")
     router.add_worker("fine"), router.add_worker("coarse")
     assert router.fleet_index.block_size_of("fine") is None
     assert store(router, "fine", PROMPT[:24], 4).num_stored == 6
@@ -69,7 +69,7 @@ def test_block_sizes_are_learnt_and_compared_in_tokens():
 
 
 def test_load_of_different_block_sizes_is_compared_in_tokens():
-    router = make_router()
+    router = make_router(cost="blocks")
     router.add_worker("fine", block_size=4), router.add_worker("coarse", block_size=16)
     # 64 tokens of other work on each: 16 blocks here, 4 blocks there.
     for worker in ("fine", "coarse"):
@@ -79,6 +79,16 @@ def test_load_of_different_block_sizes_is_compared_in_tokens():
     for decision in busy.values():
         router.finish(decision.request_id)
     router.route([9] * 16, workers=["coarse"])
+    assert router.route(PROMPT).rank == Rank("fine")
+
+
+def test_costs_in_ms_of_different_block_sizes_are_compared_as_they_are():
+    router = make_router()
+    router.add_worker("fine"), router.add_worker("coarse")
+    store(router, "fine", PROMPT[:24], 4), store(router, "coarse", PROMPT[:48], 16)
+    assert router.route(PROMPT).rank == Rank("coarse")
+    for _ in range(3):
+        router.route([9] * 640, workers=["coarse"])
     assert router.route(PROMPT).rank == Rank("fine")
 
 
@@ -120,10 +130,8 @@ def test_requests_in_flight_survive_the_change_of_index():
     for decision in decisions:
         router.first_token(decision.request_id)
         router.finish(decision.request_id)
-    assert router.load.of(router.index.hasher.sequence_hashes(PROMPT_ARRAY), 2)[1].tolist() == [
-        0,
-        0,
-    ]
+    assert router.load.columns[costing.ACTIVE_BLOCKS].tolist() == [0, 0]
+    assert len(router.load.active) == 0
 
 
 def test_each_model_has_an_index_and_the_same_engine_hashes_do_no_harm():
@@ -240,8 +248,9 @@ def test_what_a_rank_is_worth_moves_with_it_to_another_index():
     event = BlockStored(block_hashes=(1,), token_ids=tuple(range(8)), block_size=8)
     index.apply(Rank("b"), EventBatch(events=(event,)))
     hashes = section.index.hasher.sequence_hashes(as_tokens(range(8)))
-    overlap = section.overlap(hashes, 0.0, 2)
-    assert (overlap.depth.tolist(), overlap.credit.tolist()) == ([0, 1], [0.0, 0.25])
+    overlap = section.index.overlap(hashes, 0.0)
+    at = section.index_ranks(2)[index.numbers.number_of(Rank("b"))]
+    assert (overlap.depth[at], overlap.credit[at]) == (1, 0.25)
 
 
 def test_blocks_that_moved_to_a_worker_are_its_own():

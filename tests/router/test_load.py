@@ -1,73 +1,111 @@
-import numpy as np
+"""What ranks are busy with, accounted for by the routing kernel and given back by ActiveLoad."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug.router.load import ActiveLoad, ActiveRequest
+from kvplug import Rank, Router, RouterConfig
+from kvplug.kernels import costing
 
-NUM_RANKS = 3
-# A sequence hash stands for a whole prefix: here the number with the digits of its blocks.
-prompts = st.lists(st.integers(1, 3), max_size=6).map(
-    lambda blocks: [int("".join(map(str, blocks[: i + 1]))) for i in range(len(blocks))]
-)
-requests = st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), prompts), max_size=10)
+WORKERS = ("a", "b", "c")
+prompts = st.lists(st.integers(1, 3), min_size=1, max_size=6)
+requests = st.tuples(st.sampled_from(WORKERS), prompts)
 
 
-def u64(numbers):
-    return np.array(numbers, dtype=np.uint64)
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
 
 
-def start(load, request_id, rank, hashes, *, prefill_tokens=0, deadline_s=1.0):
-    request = ActiveRequest(rank, u64(hashes), prefill_tokens, deadline_s)
-    load.start(str(request_id), request)
+def make_router(clock=None, **settings):
+    config = RouterConfig(block_size=1, speculative_ttl_s=0.0, **settings)
+    router = Router(config, clock=clock or Clock())
+    for worker in WORKERS:
+        router.add_worker(worker)
+    return router
 
 
-def seen(load, asked=()):
-    return [array.tolist() for array in load.of(u64(asked), NUM_RANKS)]
+def seen(router, column):
+    return router.load.columns[column].tolist()
 
 
-@given(requests, prompts, st.data())
-def test_live_blocks_are_counted_once_per_rank(started, asked, data):
-    load, live = ActiveLoad(60.0), {}
-    for number, (rank, hashes) in enumerate(started):
-        start(load, number, rank, hashes)
-        live[number] = (rank, hashes)
-    for number in data.draw(st.sets(st.sampled_from(sorted(live)))) if live else ():
-        assert load.finish(str(number))
-        del live[number]
-    on = [{h for r, hashes in live.values() if r == rank for h in hashes} for rank in range(3)]
-    _, active_blocks, active_depth = seen(load, asked)
-    assert active_blocks == [len(blocks) for blocks in on]
-    assert active_depth == [[*(h in blocks for h in asked), False].index(False) for blocks in on]
+def require_counted(router, live, prefilling):
+    """live: {id: (worker, tokens)}; prefilling: ids without a first token. Nothing is cached."""
+    on = [[live[i] for i in live if live[i][0] == worker] for worker in WORKERS]
+    waiting = [[live[i] for i in prefilling if live[i][0] == worker] for worker in WORKERS]
+    blocks = [
+        {tuple(tokens[: i + 1]) for _, tokens in mine for i in range(len(tokens))} for mine in on
+    ]
+    tokens_of = [sum(len(tokens) for _, tokens in mine) for mine in waiting]
+    assert seen(router, costing.NUM_RUNNING) == [len(mine) for mine in on]
+    assert seen(router, costing.NUM_WAITING) == [len(mine) for mine in waiting]
+    assert seen(router, costing.PREFILL_TOKENS) == tokens_of
+    assert seen(router, costing.COMING_BLOCKS) == tokens_of
+    assert seen(router, costing.ACTIVE_BLOCKS) == [len(distinct) for distinct in blocks]
+    in_context = [sum(len(tokens) for _, tokens in mine) for mine in on]
+    assert seen(router, costing.CONTEXT_TOKENS) == in_context
+    for number, waits in enumerate(seen(router, costing.WAITING_MS)):
+        assert (waits > 0) == bool(waiting[number])
 
 
-def test_prefill_tokens_go_with_the_first_token_or_the_end():
-    load = ActiveLoad(60.0)
-    start(load, "a", 1, [1, 2], prefill_tokens=100)
-    start(load, "b", 1, [3], prefill_tokens=50)
-    assert seen(load)[0] == [0, 150, 0]
-    load.first_token("a")
-    load.first_token("a")
-    load.first_token("nobody")
-    assert seen(load)[0] == [0, 50, 0]
-    load.finish("b")
-    assert seen(load) == [[0, 0, 0], [0, 2, 0], [0, 0, 0]]
+@given(st.lists(requests, max_size=10), st.data())
+def test_load_is_counted_per_rank_and_given_back(started, data):
+    router, live, prefilling = make_router(), {}, []
+    for worker, tokens in started:
+        request_id = router.route(tokens, workers=[worker]).request_id
+        live[request_id] = (worker, tokens)
+        prefilling.append(request_id)
+        require_counted(router, live, prefilling)
+    events = [(what, i) for i in live for what in ("first_token", "finish")]
+    for what, request_id in data.draw(st.permutations(events)):
+        if what == "finish":
+            router.finish(request_id)
+            live.pop(request_id)
+        else:
+            router.first_token(request_id)  # also of those that are over: it does nothing then
+        prefilling = [i for i in prefilling if i != request_id]
+        require_counted(router, live, prefilling)
+    assert len(router.load) == 0
+
+
+def test_the_oldest_request_is_the_one_that_is_computed():
+    clock = Clock()
+    router = make_router(clock)
+    first = router.route([1] * 100, workers=["a"])
+    clock.now_s += 0.005
+    second = router.route([2] * 50, workers=["a"])
+    assert second.predicted_ttft_ms - first.predicted_ttft_ms == 15.0 - 0.5 * 20
+    router.first_token(first.request_id)
+    assert seen(router, costing.FIRST_SINCE_MS)[0] == 1e3 * clock.now_s
 
 
 def test_lost_requests_expire():
-    load = ActiveLoad(60.0)
-    start(load, "a", 0, [1], prefill_tokens=5, deadline_s=10.0)
-    start(load, "b", 0, [2], deadline_s=20.0)
-    load.expire(9.0)
-    assert len(load) == 2
-    load.expire(10.0)
-    assert ("a" in load, "b" in load, load.num_expired) == (False, True, 1)
-    assert seen(load)[:2] == [[0, 0, 0], [1, 0, 0]]
-    assert not load.finish("a")
+    clock = Clock()
+    router = make_router(clock, request_expiry_s=10.0)
+    router.route([1], request_id="a")
+    clock.now_s += 5
+    router.route([2], request_id="b")
+    clock.now_s += 5
+    router.load.expire(clock.now_s)
+    assert ("a" in router.load, "b" in router.load, router.load.num_expired) == (False, True, 1)
+    assert sum(seen(router, costing.NUM_RUNNING)) == 1
 
 
 def test_a_rank_that_goes_takes_its_load_along():
-    load = ActiveLoad(60.0)
-    start(load, "a", 0, [1], prefill_tokens=5)
-    start(load, "b", 2, [1, 2])
-    load.forget(0)
-    assert seen(load)[:2] == [[0, 0, 0], [0, 0, 2]]
+    router = make_router()
+    router.route([1, 2], workers=["a"])
+    router.route([1], workers=["c"])
+    router.load.forget(0, 1000.0)
+    assert seen(router, costing.ACTIVE_BLOCKS) == [0, 0, 1]
+    assert seen(router, costing.WAITING_MS)[0] == seen(router, costing.RESIDENT_BLOCKS)[0] == 0
+    assert len(router.load) == 1
+
+
+def test_a_usual_capacity_is_the_median_of_those_that_are_known():
+    router = make_router()
+    assert router.load.usual_capacity([0, 1, 2]) == 0
+    for worker, size in (("a", 100), ("c", 300)):
+        router.set_cache_capacity(Rank(worker), size)
+    assert router.load.usual_capacity([0, 1, 2]) == 300
+    assert router.load.usual_capacity([0, 1]) == 100
