@@ -29,7 +29,8 @@ Index = int | np.int64
 # What the requests of one model and block size are like, as moving means.
 NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS = range(7)
 USUAL_CAPACITY = 7  # blocks of a rank's cache, of those that are known; 0: of none
-TRAFFIC_WIDTH = 8
+ASKED_BLOCKS = 8  # of the request at hand: leading blocks whose popularity was asked
+TRAFFIC_WIDTH = 9
 
 # A queue is priced as if the fleet were busy nine tenths of the time at most: at 1 a price has no
 # bound, and 0.8 or 0.95 instead made no difference that could be measured (docs/decisions.md).

@@ -18,7 +18,14 @@ from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u4, u8, writes
 from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
 from kvplug.kernels.costing import Fleet, Prompt, Ranks
 from kvplug.kernels.hashing import fill_sequence_hashes
-from kvplug.kernels.scoring import Request, fill_scores, forecast_of, found_of, reach_of
+from kvplug.kernels.scoring import (
+    Request,
+    fill_scores,
+    forecast_of,
+    found_of,
+    note_popularity,
+    reach_of,
+)
 from kvplug.kernels.table import has_room
 
 U32 = npt.NDArray[np.uint32]
@@ -185,6 +192,7 @@ def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64)
         capacity = np.int64(costing.capacity_of_rank(ranks, rank, fleet.capacity))
         new_blocks = np.int64(coming + fleet.answer_tokens / prompt.block_size)
         forecast.use(forecast_of(bundle), rank, request.hashes, new_blocks, capacity)
+        note_popularity(request, bundle)
     _add_load(ranks, rank, request, num_active, out)
     costing.note_request(
         f64_of(bundle, scoring.TRAFFIC), 1e3 * request.now_s, out[PREFILL], prompt.num_blocks,

@@ -165,25 +165,45 @@ def _cheapest(candidates: I64, costs: F64) -> Index:
 
 
 @inlined
-def _popularity(request: Request, num_blocks: float, bundle: U64) -> float:
-    """The share of requests, of late, that have the prefix in common is found."""
+def _count_of(key: np.uint64, bundle: U64) -> float:
+    """How many requests, of late, had the prefix; -1 if its slot is another's that is asked for."""
     keys, counts = u64_of(bundle, POPULAR_KEYS), f64_of(bundle, POPULAR_COUNTS)
     now = f64_of(bundle, TRAFFIC)[costing.NUM_ROUTED]
-    key = request.hashes[np.int64(max(1.0, num_blocks)) - 1]
     at = np.int64(key % np.uint64(len(keys)))
     count = counts[2 * at] * np.exp((counts[2 * at + 1] - now) / _REQUESTS_OF_POPULARITY)
-    if keys[at] != key and count >= 1.0:
-        return 0.0  # the slot belongs to one that is asked for more
-    count = count + 1.0 if keys[at] == key else 1.0
-    keys[at], counts[2 * at], counts[2 * at + 1] = key, count, now
-    seen = 1.0 - np.exp(-(now + 1.0) / _REQUESTS_OF_POPULARITY)
-    return float(count / (_REQUESTS_OF_POPULARITY * seen))
+    if keys[at] == key:
+        return float(count)
+    return -1.0 if count >= 1.0 else 0.0
+
+
+@inlined
+def _popularity(request: Request, num_blocks: float, bundle: U64) -> float:
+    """The share of requests, of late, that have so many leading blocks in common, this one too."""
+    traffic = f64_of(bundle, TRAFFIC)
+    traffic[costing.ASKED_BLOCKS] = num_blocks
+    share = 1.0 - np.exp(-(traffic[costing.NUM_ROUTED] + 1.0) / _REQUESTS_OF_POPULARITY)
+    count = _count_of(request.hashes[np.int64(max(1.0, num_blocks)) - 1], bundle) + 1.0
+    return float(count / (_REQUESTS_OF_POPULARITY * share))
+
+
+@inlined
+def note_popularity(request: Request, bundle: U64) -> None:
+    """The request was routed: count it for the prefix whose popularity was asked."""
+    keys, counts = u64_of(bundle, POPULAR_KEYS), f64_of(bundle, POPULAR_COUNTS)
+    traffic = f64_of(bundle, TRAFFIC)
+    if traffic[costing.ASKED_BLOCKS] > 0:
+        key = request.hashes[np.int64(max(1.0, traffic[costing.ASKED_BLOCKS])) - 1]
+        count, at = _count_of(key, bundle), np.int64(key % np.uint64(len(keys)))
+        if count >= 0.0:
+            keys[at], counts[2 * at] = key, count + 1.0
+            counts[2 * at + 1] = traffic[costing.NUM_ROUTED]
 
 
 @inlined
 def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U64) -> None:
     """Lower the costs of copying a prefix that has the traffic of a rank for each of its copies."""
     costs, num_found = f64_of(bundle, COSTS), f64_of(bundle, FOUND)
+    f64_of(bundle, TRAFFIC)[costing.ASKED_BLOCKS] = 0.0
     num_blocks = num_found[_cheapest(candidates, costs)]
     if num_blocks < 1.0 or len(candidates) < 2:
         return

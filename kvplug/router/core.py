@@ -22,7 +22,7 @@ from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.cache_sizes import CacheSizes
 from kvplug.router.config import RouterConfig
-from kvplug.router.decider import NO_TOKENS, Decider, Decision
+from kvplug.router.decider import NO_TOKENS, Answer, Decider, Decision
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
@@ -177,7 +177,7 @@ class Router:
             with turn.standing_aside():
                 snapshot.write(path)
 
-    def route(
+    def route(  # noqa: PLR0913 - all but the prompt by name
         self,
         token_ids: TokensLike,
         *,
@@ -186,21 +186,25 @@ class Router:
         model: str = "",
         workers: Collection[str] | None = None,
         max_tokens: int | None = None,
+        reports_first_token: bool = True,
     ) -> Decision:
         """Choose a rank for a prompt and count the request as its load until `finish`.
 
         `model` and `workers` narrow the choice; `max_tokens` is how long its answer may get.
+        `reports_first_token`: False if nobody will call `first_token`, as for an answer that comes
+        as a whole; the prefill then counts as done when it is predicted to be.
         Raises NoWorkerError if nobody can take it, HashingError for token ids outside u32,
         ConfigError for a request id that is in flight already.
         """
         prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        answer = Answer(max_tokens, reports_first_token)
         with self._lock:
             now_s = self._clock()
             self.load.expire(now_s)
             candidates = self._decider.candidates(model, workers)
-            return self._decider.decide(prompt, request_id, candidates, now_s, max_tokens)
+            return self._decider.decide(prompt, request_id, candidates, now_s, answer)
 
-    def route_hashed(
+    def route_hashed(  # noqa: PLR0913
         self,
         sequence_hashes: HashesLike,
         num_tokens: int,
@@ -209,19 +213,21 @@ class Router:
         model: str = "",
         workers: Collection[str] | None = None,
         max_tokens: int | None = None,
+        reports_first_token: bool = True,
     ) -> Decision:
         """As `route`, for a prompt of so many tokens whose full blocks are hashed already.
 
         ConfigError for a fleet with several block sizes.
         """
         prompt = Prompt(NO_TOKENS, 0, as_hashes(sequence_hashes), num_tokens)
+        answer = Answer(max_tokens, reports_first_token)
         with self._lock:
             if len({section.block_size for section in self.fleet_index.sections}) > 1:
                 raise ConfigError("hashes are of one block size, the fleet has several")
             now_s = self._clock()
             self.load.expire(now_s)
             candidates = self._decider.candidates(model, workers)
-            return self._decider.decide(prompt, request_id, candidates, now_s, max_tokens)
+            return self._decider.decide(prompt, request_id, candidates, now_s, answer)
 
     def route_many(
         self,
@@ -231,17 +237,19 @@ class Router:
         model: str = "",
         workers: Collection[str] | None = None,
         max_tokens: int | None = None,
+        reports_first_token: bool = True,
     ) -> list[Decision]:
         """As `route` for each, in their order; in one call of a kernel if the fleet has one index.
 
         Nothing is routed if one of them cannot be.
         """
         arrays, seed = [as_tokens(prompt) for prompt in prompts], seed_of(namespace)
+        answer = Answer(max_tokens, reports_first_token)
         with self._lock:
             now_s = self._clock()
             self.load.expire(now_s)
             candidates = self._decider.candidates(model, workers)
-            return self._decider.decide_many(arrays, seed, candidates, now_s, max_tokens)
+            return self._decider.decide_many(arrays, seed, candidates, now_s, answer)
 
     def first_token(self, request_id: str) -> None:
         """The prefill is done: its tokens no longer weigh on the rank, whose speed is learnt."""

@@ -55,6 +55,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ttft_ms: float
 
 
+class Answer(NamedTuple):
+    """What the caller says of the answer: how long it may get, whether `first_token` will be called
+    when its first token comes.
+    """
+
+    max_tokens: int | None = None
+    reports_first_token: bool = True
+
+    @property
+    def limit(self) -> float:
+        """Tokens at most."""
+        return np.inf if self.max_tokens is None else float(self.max_tokens)
+
+
 class _Requests(NamedTuple):
     """As the kernel takes them: tokens of all, where each ends, their hashes."""
 
@@ -107,7 +121,7 @@ class Decider:
         request_id: str | None,
         candidates: I64,
         now_s: float,
-        max_tokens: int | None,
+        answer: Answer,
     ) -> Decision:
         """Choose, and account; ConfigError for a request id that is in flight."""
         if request_id is None:
@@ -118,22 +132,21 @@ class Decider:
             candidates = np.array([self._round_robin.pick(candidates)])
         sections = self._fleet_index.asked(candidates)
         if len(sections) > 1:
-            return self._decide_among(sections, prompt, request_id, candidates, now_s, max_tokens)
-        requests = _requests(prompt, sections[0], now_s, max_tokens)
+            return self._decide_among(sections, prompt, request_id, candidates, now_s, answer)
+        requests = _requests(prompt, sections[0], now_s, answer)
         self._call(routing.BOTH, requests, sections[0], candidates)
-        return self._accept(request_id, sections[0], requests.hashes, self._out, now_s)
+        return self._accept(request_id, sections[0], requests.hashes, self._out, now_s, answer)
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
-        max_tokens: int | None,
+        answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         """As `decide` for each, with ids of ours."""
         sections = self._fleet_index.asked(candidates)
         if self._config.mode == "kv" and len(sections) == 1 and not sections[0].index.bigrams:
-            return self._decide_at_once(prompts, seed, candidates, sections[0], now_s, max_tokens)
+            return self._decide_at_once(prompts, seed, candidates, sections[0], now_s, answer)
         return [
-            self.decide(Prompt(tokens, seed), None, candidates, now_s, max_tokens)
-            for tokens in prompts
+            self.decide(Prompt(tokens, seed), None, candidates, now_s, answer) for tokens in prompts
         ]
 
     def note_answer(self, number: int, num_tokens: int) -> None:
@@ -148,12 +161,12 @@ class Decider:
         request_id: str,
         candidates: I64,
         now_s: float,
-        max_tokens: int | None,
+        answer: Answer,
     ) -> Decision:
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
         for section in sections:
             mine = candidates[np.isin(candidates, section.numbers)]
-            requests[section] = _requests(prompt, section, now_s, max_tokens)
+            requests[section] = _requests(prompt, section, now_s, answer)
             self._call(routing.SCORE, requests[section], section, mine)
             unit = 1 if self._config.is_cost_in_ms else section.block_size  # else in tokens
             costs[mine] = self._arrays_of(section).costs[mine] * unit
@@ -161,7 +174,7 @@ class Decider:
         section = self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
         chosen = requests[section]
         self._call(routing.ACCOUNT, chosen, section, np.array([number]))
-        return self._accept(request_id, section, chosen.hashes, self._out, now_s)
+        return self._accept(request_id, section, chosen.hashes, self._out, now_s, answer)
 
     def _pick(self, candidates: I64, costs: F64) -> int:
         if self._config.temperature > 0:
@@ -191,7 +204,7 @@ class Decider:
 
     def _decide_at_once(
         self, prompts: list[Tokens], seed: int, candidates: I64, section: Section, now_s: float,
-        max_tokens: int | None,
+        answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
         tokens = np.concatenate([NO_TOKENS, *prompts])
@@ -203,26 +216,28 @@ class Decider:
             first, first_hash = (int(e[done - 1]) if done else 0 for e in (ends, hash_ends))
             rest = _Requests(
                 tokens[first:], ends[done:] - first, np.uint64(seed), hashes[first_hash:], now_s,
-                _answer_tokens(max_tokens),
+                answer.limit,
             )  # fmt: skip
             rest_out = outs[done:].reshape(-1)
             done += self._call_kernel(routing.BOTH, rest, section, candidates, rest_out)
             for out in outs[len(decisions) : done]:
                 at = len(decisions)
                 mine = hashes[int(hash_ends[at - 1]) if at else 0 : int(hash_ends[at])]
-                decisions.append(self._accept(self._new_id(), section, mine, out, now_s))
+                decisions.append(self._accept(self._new_id(), section, mine, out, now_s, answer))
             if done < len(prompts):
                 self._make_room(section, candidates, len(prompts[done]) // section.block_size)
         return decisions
 
     def _accept(
-        self, request_id: str, section: Section, hashes: Hashes, out: F64, now_s: float
-    ) -> Decision:
+        self, request_id: str, section: Section, hashes: Hashes, out: F64, now_s: float,
+        answer: Answer,
+    ) -> Decision:  # fmt: skip
         number, cost, depth, own_ms, *prefill = out.tolist()
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
-        self._load.start(request_id, request)
+        presumed_s = None if answer.reports_first_token else now_s + own_ms / 1e3
+        self._load.start(request_id, request, presumed_s)
         return Decision(
             request_id=request_id,
             rank=self._fleet_index.numbers.rank(number),
@@ -245,16 +260,10 @@ class Decider:
         return f"{self._prefix}-{next(self._numbers)}"
 
 
-def _requests(prompt: Prompt, section: Section, now_s: float, max_tokens: int | None) -> _Requests:
+def _requests(prompt: Prompt, section: Section, now_s: float, answer: Answer) -> _Requests:
     """One request, whose hashes the kernel computes unless they are known."""
     hashes, tokens = prompt.known_hashes(section.index.hasher), NO_TOKENS
     if hashes is None:
         hashes, tokens = np.empty(len(prompt) // section.block_size, np.uint64), prompt.tokens
     ends = np.array((len(prompt),))
-    return _Requests(
-        tokens, ends, np.uint64(prompt.seed), hashes, now_s, _answer_tokens(max_tokens)
-    )
-
-
-def _answer_tokens(max_tokens: int | None) -> float:
-    return np.inf if max_tokens is None else float(max_tokens)
+    return _Requests(tokens, ends, np.uint64(prompt.seed), hashes, now_s, answer.limit)

@@ -14,7 +14,7 @@ new token looks at all before it. The engines of a fleet are mostly equal, and t
 for unequal by chance draw traffic from each other; so one model is fitted for all, and each rank
 has a factor for prefill and one for decode, which are 1 until they are clearly another.
 
-Fitted is ridge regression towards what is believed beforehand, with weights that forget (after 300
+Fitted is ridge regression towards what is believed beforehand, with weights that forget (after 700
 observations, two thirds) and that doubt outliers (Huber 1964). A coefficient below zero would make
 work cheap: it is zero, and the others are fitted without it. To load a token from a lower tier is
 believed to take a share of what it takes to compute one, and fitted is the difference from that.
@@ -36,8 +36,9 @@ from kvplug.index.block_index import TIER_CREDIT
 from kvplug.setting import finite
 
 F64 = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
-_KEPT: Final = 0.997
+_KEPT: Final = 0.9985
 _KEPT_OF_RANK: Final = 0.98
 # Ranks within a fifth of each other are taken for equals.
 _EQUALS: Final = math.log(1.2)
@@ -91,46 +92,56 @@ class EngineModel:
         return cls(**dict(zip(names, row.tolist(), strict=True)))
 
 
-class RidgeFit:
-    """add observations; `coefficients`, none below zero but those that may be, and `error`."""
+@dataclass(slots=True)
+class FitErrors:
+    """How far off predictions of one kind have been, of late."""
 
-    def __init__(self, prior: F64, strength: F64, num_signed: int = 0) -> None:
-        """`strength`: how many observations with a 1 there each prior coefficient is worth. The
-        last `num_signed` coefficients may be below zero.
-        """
-        self.num_observations = 0
-        self.coefficients = prior.copy()
-        self._prior, self._strength = prior, np.diag(strength)
-        self._is_signed = np.arange(len(prior)) >= len(prior) - num_signed
-        self._moments = np.zeros((len(prior), len(prior)))
-        self._products = np.zeros(len(prior))
-        self._mean_error = self._mean_value = self._usual_error = 0.0
+    num_observations: int = 0
+    mean_ms: float = 0.0
+    mean_observed_ms: float = 0.0
+    usual_ms: float = 0.0  # the mean, but outliers do not raise what counts as one
 
     @property
-    def error(self) -> float:
-        """Mean absolute error of the predictions of late, as a share of what was observed; NaN
-        before the first observation.
-        """
-        return self._mean_error / self._mean_value if self._mean_value > 0 else float("nan")
+    def share(self) -> float:
+        """Mean absolute error as a share of what was observed; NaN before the first observation."""
+        return self.mean_ms / self.mean_observed_ms if self.mean_observed_ms > 0 else math.nan
+
+    def weight(self, miss_ms: float, num_at_first: int) -> float:
+        """How far an observation counts that was predicted so badly (Huber 1964)."""
+        if self.num_observations < num_at_first or miss_ms <= 0:
+            return 1.0
+        return min(1.0, _DOUBT_FROM * self.usual_ms / miss_ms)
+
+    def add(self, miss_ms: float, observed_ms: float, weight: float) -> None:
+        """One more."""
+        self.num_observations += 1
+        share = max(1 - _KEPT, 1 / self.num_observations)
+        self.mean_ms += share * (miss_ms - self.mean_ms)
+        self.usual_ms += share * (weight * miss_ms - self.usual_ms)
+        self.mean_observed_ms += share * (observed_ms - self.mean_observed_ms)
+
+
+class RidgeFit:
+    """add observations; `coefficients`, none below zero but those that may be."""
+
+    def __init__(self, prior: F64, strength: F64, is_signed: BoolArray) -> None:
+        """`strength`: how many observations with a 1 there each prior coefficient is worth."""
+        self.coefficients = prior.copy()
+        self._prior, self._strength, self._is_signed = prior, np.diag(strength), is_signed
+        self._moments = np.zeros((len(prior), len(prior)))
+        self._products = np.zeros(len(prior))
 
     def predict(self, features: F64) -> float:
         """What the coefficients say of it."""
         return float(features @ self.coefficients)
 
-    def add(self, features: F64, value: float) -> float:
+    def add(self, features: F64, value: float, errors: FitErrors) -> float:
         """One more observation; returns how far it counts, 0 to 1."""
         miss = abs(value - self.predict(features))
-        weight = 1.0
-        if self.num_observations >= len(features) and miss > 0:
-            weight = min(1.0, _DOUBT_FROM * self._usual_error / miss)
+        weight = errors.weight(miss, num_at_first=int(np.count_nonzero(features)))
+        errors.add(miss, value, weight)
         self._moments = _KEPT * self._moments + weight * np.outer(features, features)
         self._products = _KEPT * self._products + weight * value * features
-        self.num_observations += 1
-        share = max(1 - _KEPT, 1 / self.num_observations)
-        self._mean_error += share * (miss - self._mean_error)
-        # The same mean, but outliers do not raise what counts as one.
-        self._usual_error += share * (weight * miss - self._usual_error)
-        self._mean_value += share * (value - self._mean_value)
         self._solve()
         return weight
 
@@ -186,54 +197,71 @@ class Work(NamedTuple):
     is_busy: bool
 
 
+class Decoding(NamedTuple):
+    """What an engine did from one token of an answer to the next: requests in flight, tokens of
+    their prompts, prompt tokens computed in between.
+    """
+
+    num_running: float
+    context_tokens: float
+    prefilled_tokens: float
+
+
+# Coefficients: of a first token, then of the time between tokens.
+_FIXED, _TOKEN, _ATTENTION, _BUSY, _HOST, _DISK, _POOL, _STEP, _SEQUENCE, _CONTEXT = range(10)
+_STRENGTH: Final = np.array([1.0, 0.01, 0.04, 0.25, 0.04, 0.04, 0.04, 0.25, 4.0, 4.0])
+_IS_SIGNED: Final = np.isin(np.arange(10), (_HOST, _DISK, _POOL))
+
+
 class FleetFit:
     """The model of engines that serve one model, as far as their answers tell.
 
-    observe_first_token, observe_answer; rows_of ranks.
+    observe_first_token, observe_answer; observe_whole where only the end of an answer was seen;
+    rows of ranks. `first_tokens`, `answers`, `wholes`: how far off predictions are.
     """
 
     def __init__(self, prior: EngineModel) -> None:
-        start = [
-            prior.fixed_ms, _KILO * prior.token_ms, _MEGA * prior.attention_ms, prior.busy_ms,
-            0.0, 0.0, 0.0,
-        ]  # fmt: skip
-        strength = np.array([1.0, 0.01, 0.04, 0.25, 0.04, 0.04, 0.04])
-        self.first_token = RidgeFit(np.array(start), strength, num_signed=3)
-        start = [prior.step_ms, prior.sequence_ms, _KILO * prior.context_ms, _KILO * prior.token_ms]
-        self.between = RidgeFit(np.array(start), np.array([0.25, 4.0, 4.0, 0.01]))
+        start = np.zeros(10)
+        start[[_FIXED, _BUSY, _STEP, _SEQUENCE]] = (
+            prior.fixed_ms, prior.busy_ms, prior.step_ms, prior.sequence_ms,
+        )  # fmt: skip
+        start[[_TOKEN, _CONTEXT]] = _KILO * prior.token_ms, _KILO * prior.context_ms
+        start[_ATTENTION] = _MEGA * prior.attention_ms
+        self.first_tokens, self.answers, self.wholes = FitErrors(), FitErrors(), FitErrors()
+        self._fit = RidgeFit(start, _STRENGTH, _IS_SIGNED)
         self._of_prefill: defaultdict[int, _Factor] = defaultdict(_Factor)
         self._of_decode: defaultdict[int, _Factor] = defaultdict(_Factor)
 
     def observe_first_token(self, number: int, ms: float, work: Work) -> None:
         """A first token of rank `number` came after so long."""
-        factor, decode = self._of_prefill[number], self._of_decode[number]
-        pairs = work.new_tokens * (work.cached_tokens + 0.5 * work.new_tokens)
-        loaded = np.array(work.loaded_tokens) / _KILO
-        tokens = (work.new_tokens + work.ahead_tokens) / _KILO + float(loaded @ _LOADING)
-        prefill = np.array([0.0, tokens, pairs / _MEGA, 0.0, *loaded])
-        rest = np.array([1.0, 0.0, 0.0, decode.value * work.is_busy, 0.0, 0.0, 0.0])
-        weight = self.first_token.add(factor.value * prefill + rest, ms)
-        left_ms = max(0.0, ms - self.first_token.predict(rest))
-        factor.add(left_ms, self.first_token.predict(prefill), weight)
+        prefill, decode = self.factors(number)
+        computing, waiting = _prefill_features(work), _waiting_features(work, decode)
+        weight = self._fit.add(prefill * computing + waiting, ms, self.first_tokens)
+        left_ms = max(0.0, ms - self._fit.predict(waiting))
+        self._of_prefill[number].add(left_ms, self._fit.predict(computing), weight)
 
-    def observe_answer(
-        self,
-        number: int,
-        ms_between_tokens: float,
-        *,
-        num_running: float,
-        context_tokens: float,
-        prefilled_tokens: float,
+    def observe_answer(self, number: int, ms_between_tokens: float, decoding: Decoding) -> None:
+        """An answer of rank `number` had its tokens so far apart."""
+        prefill, decode = self.factors(number)
+        steps, between = _decode_features(decoding), _between_features(decoding, prefill)
+        weight = self._fit.add(decode * steps + between, ms_between_tokens, self.answers)
+        left_ms = max(0.0, ms_between_tokens - self._fit.predict(between))
+        self._of_decode[number].add(left_ms, self._fit.predict(steps), weight)
+
+    def observe_whole(
+        self, number: int, ms: float, work: Work, num_steps: int, decoding: Decoding
     ) -> None:
-        """An answer of rank `number` had its tokens so far apart, with so many requests in flight,
-        so many prompt tokens in those, and so many computed in between, per token.
-        """
-        factor, prefill = self._of_decode[number], self._of_prefill[number]
-        steps = np.array([1.0, num_running, context_tokens / _KILO, 0.0])
-        work = np.array([0.0, 0.0, 0.0, prefill.value * prefilled_tokens / _KILO])
-        weight = self.between.add(factor.value * steps + work, ms_between_tokens)
-        left_ms = max(0.0, ms_between_tokens - self.between.predict(work))
-        factor.add(left_ms, self.between.predict(steps), weight)
+        """An answer of rank `number`, so many tokens after its first one, took so long."""
+        prefill, decode = self.factors(number)
+        computing, steps = _prefill_features(work), num_steps * _decode_features(decoding)
+        rest = _waiting_features(work, decode)
+        rest += num_steps * _between_features(decoding, prefill)
+        weight = self._fit.add(prefill * computing + decode * steps + rest, ms, self.wholes)
+        prefill_ms, steps_ms = self._fit.predict(computing), self._fit.predict(steps)
+        predicted_ms = max(1e-9, prefill * prefill_ms + decode * steps_ms)
+        longer = max(0.0, ms - self._fit.predict(rest)) / predicted_ms
+        self._of_prefill[number].add(longer * prefill * prefill_ms, prefill_ms, weight)
+        self._of_decode[number].add(longer * decode * steps_ms, steps_ms, weight)
 
     def factors(self, number: int) -> tuple[float, float]:
         """How many times as long as others the rank takes to prefill, and to decode."""
@@ -246,16 +274,41 @@ class FleetFit:
 
     def rows(self, prefill: F64, decode: F64) -> F64:
         """float64[10, n]: EngineModel.row of ranks with these factors."""
-        fixed, token, attention, busy, *more = self.first_token.coefficients.tolist()
-        step, sequence, context, _ = self.between.coefficients.tolist()
-        token_ms = max(_MIN_TOKEN_MS, token / _KILO)
-        host, disk, pool = np.maximum(0.0, token_ms * _LOADING + np.array(more) / _KILO).tolist()
-        of_prefill = np.array([token_ms, attention / _MEGA, host, disk, pool])
-        of_decode = np.array([busy, step, sequence, context / _KILO])
-        return np.vstack(
-            [
-                np.full(len(prefill), fixed),
-                np.outer(of_prefill, prefill),
-                np.outer(of_decode, decode),
-            ]
-        )
+        known = self._fit.coefficients
+        token_ms = max(_MIN_TOKEN_MS, known[_TOKEN] / _KILO)
+        loading_ms = np.maximum(0.0, token_ms * _LOADING + known[[_HOST, _DISK, _POOL]] / _KILO)
+        of_prefill = np.array([token_ms, known[_ATTENTION] / _MEGA, *loading_ms])
+        of_decode = known[[_BUSY, _STEP, _SEQUENCE, _CONTEXT]] / np.array([1.0, 1.0, 1.0, _KILO])
+        fixed = np.full(len(prefill), known[_FIXED])
+        return np.vstack([fixed, np.outer(of_prefill, prefill), np.outer(of_decode, decode)])
+
+
+def _prefill_features(work: Work) -> F64:
+    """That take as long as the rank takes to prefill."""
+    loaded = np.array(work.loaded_tokens) / _KILO
+    features = np.zeros(len(_STRENGTH))
+    features[_TOKEN] = (work.new_tokens + work.ahead_tokens) / _KILO + loaded @ _LOADING
+    pairs = work.new_tokens * (work.cached_tokens + 0.5 * work.new_tokens)
+    features[_ATTENTION] = pairs / _MEGA
+    features[[_HOST, _DISK, _POOL]] = loaded
+    return features
+
+
+def _waiting_features(work: Work, decode: float) -> F64:
+    features = np.zeros(len(_STRENGTH))
+    features[_FIXED], features[_BUSY] = 1.0, decode * work.is_busy
+    return features
+
+
+def _decode_features(decoding: Decoding) -> F64:
+    """That take as long as the rank takes to decode."""
+    features = np.zeros(len(_STRENGTH))
+    features[_STEP], features[_SEQUENCE] = 1.0, decoding.num_running
+    features[_CONTEXT] = decoding.context_tokens / _KILO
+    return features
+
+
+def _between_features(decoding: Decoding, prefill: float) -> F64:
+    features = np.zeros(len(_STRENGTH))
+    features[_TOKEN] = prefill * decoding.prefilled_tokens / _KILO
+    return features

@@ -14,28 +14,31 @@ import numpy.typing as npt
 
 from kvplug.events import Rank
 from kvplug.kernels import costing
-from kvplug.router.engine_model import EngineModel, FleetFit, Work
+from kvplug.router.engine_model import Decoding, EngineModel, FleetFit, Work
 from kvplug.router.fleet_index import FleetIndex, Section
 from kvplug.router.load import ActiveLoad, ActiveRequest
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-_LESSON_S = 0.01  # between two first tokens that a model is fitted to: that takes 100 us
+_LESSON_S = 0.005  # between two observations that a model is fitted to: that takes 100 us
 
 
 class ModelQuality(NamedTuple):
     """How good the model of a rank's engine is; errors as shares of what was observed, NaN if
     nothing was.
 
-    prefill_factor, decode_factor: how many times as long as the fleet's engines the rank takes.
+    num_wholes: answers of which only the end was seen; prefill_factor, decode_factor: how many
+    times as long as the fleet's engines the rank takes.
     """
 
     is_given: bool
     num_first_tokens: int
-    first_token_error: float
     num_answers: int
+    num_wholes: int
+    first_token_error: float
     answer_error: float
+    whole_error: float
     prefill_factor: float
     decode_factor: float
 
@@ -75,37 +78,26 @@ class EngineSpeeds:
     def learn_first_token(self, request: ActiveRequest, now_s: float) -> None:
         """The first token of a request is there."""
         number = request.rank_number
-        if number in self._given or now_s < self._taught_s + _LESSON_S:
+        if not self._may_learn(number, now_s):
             return
-        self._taught_s, section = now_s, self._section_of(number)
-        self._fits[section].observe_first_token(
-            number,
-            1e3 * (now_s - request.routed_s),
-            Work(
-                request.new_tokens,
-                request.cached_tokens,
-                request.ahead_tokens,
-                (request.host_tokens, request.disk_tokens, request.pool_tokens),
-                request.is_busy > 0,
-            ),
-        )
-        self._factors[:, number] = self._fits[section].factors(number)
-        self._put(section)
+        fit, ms = self._fits[self._section_of(number)], 1e3 * (now_s - request.routed_s)
+        fit.observe_first_token(number, ms, _work_of(request))
+        self._put_learned(number, fit)
 
     def learn_answer(self, request: ActiveRequest, now_s: float, num_tokens: int) -> None:
         """A request is over, with so many tokens; it no longer counts as its rank's load."""
-        number, num_steps = request.rank_number, num_tokens - 1
-        if number in self._given or request.first_token_s is None or num_steps < 1:
+        number = request.rank_number
+        if num_tokens < 1 or not self._may_learn(number, now_s):
             return
-        columns = self._load.columns[:, number]
-        own_tokens = request.new_tokens + request.cached_tokens
-        self._fits[self._section_of(number)].observe_answer(
-            number,
-            1e3 * (now_s - request.first_token_s) / num_steps,
-            num_running=float(columns[costing.NUM_RUNNING]) + 1,
-            context_tokens=float(columns[costing.CONTEXT_TOKENS]) + own_tokens,
-            prefilled_tokens=self._load.prefilled_since(request) / num_steps,
-        )
+        fit, num_steps = self._fits[self._section_of(number)], num_tokens - 1
+        decoding = self._decoding_of(request, max(1, num_steps))
+        if request.first_token_s is None:
+            ms = 1e3 * (now_s - request.routed_s)
+            fit.observe_whole(number, ms, _work_of(request), num_steps, decoding)
+        elif num_steps:
+            ms = 1e3 * (now_s - request.first_token_s) / num_steps
+            fit.observe_answer(number, ms, decoding)
+        self._put_learned(number, fit)
 
     def model_of(self, number: int) -> EngineModel:
         """How fast the rank is taken to be."""
@@ -115,19 +107,42 @@ class EngineSpeeds:
         """How good that is."""
         number = self._fleet_index.numbers.number_of(rank)
         fit = self._fits[self._fleet_index.section_of(rank)]
+        prefill_factor, decode_factor = fit.factors(number)
         return ModelQuality(
-            number in self._given,
-            fit.first_token.num_observations,
-            fit.first_token.error,
-            fit.between.num_observations,
-            fit.between.error,
-            *fit.factors(number),
+            is_given=number in self._given,
+            num_first_tokens=fit.first_tokens.num_observations,
+            num_answers=fit.answers.num_observations,
+            num_wholes=fit.wholes.num_observations,
+            first_token_error=fit.first_tokens.share,
+            answer_error=fit.answers.share,
+            whole_error=fit.wholes.share,
+            prefill_factor=prefill_factor,
+            decode_factor=decode_factor,
         )
 
     @property
     def _rows(self) -> F64:
         """float64[10, ranks]: EngineModel.row of each."""
         return self._load.columns[costing.FIXED_MS : costing.CONTEXT_MS + 1]
+
+    def _may_learn(self, number: int, now_s: float) -> bool:
+        if number in self._given or now_s < self._taught_s + _LESSON_S:
+            return False
+        self._taught_s = now_s
+        return True
+
+    def _decoding_of(self, request: ActiveRequest, num_steps: int) -> Decoding:
+        columns = self._load.columns[:, request.rank_number]
+        own_tokens = request.new_tokens + request.cached_tokens
+        return Decoding(
+            num_running=float(columns[costing.NUM_RUNNING]) + 1,
+            context_tokens=float(columns[costing.CONTEXT_TOKENS]) + own_tokens,
+            prefilled_tokens=self._load.prefilled_since(request) / num_steps,
+        )
+
+    def _put_learned(self, number: int, fit: FleetFit) -> None:
+        self._factors[:, number] = fit.factors(number)
+        self._put(self._section_of(number))
 
     def _section_of(self, number: int) -> Section:
         return self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
@@ -138,3 +153,13 @@ class EngineSpeeds:
         self._rows[:, numbers] = self._fits[section].rows(*self._factors[:, numbers])
         for number, model in self._given.items():
             self._rows[:, number] = model.row
+
+
+def _work_of(request: ActiveRequest) -> Work:
+    return Work(
+        request.new_tokens,
+        request.cached_tokens,
+        request.ahead_tokens,
+        (request.host_tokens, request.disk_tokens, request.pool_tokens),
+        request.is_busy > 0,
+    )

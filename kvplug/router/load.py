@@ -6,7 +6,9 @@ Out: the arrays that the next decision reads (kernels/costing.py, kernels/active
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -46,6 +48,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     pool_tokens: float = 0.0
     ahead_tokens: float = 0.0
     is_busy: float = 0.0
+    is_prefilled: bool = False
     first_token_s: float | None = None
     prefilled_before: float = 0.0
 
@@ -70,6 +73,8 @@ class ActiveLoad:
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._waiting: list[deque[ActiveRequest]] = []
         self._prefilled_tokens: list[float] = []
+        self._presumed: list[tuple[float, int, ActiveRequest]] = []
+        self._order = count()
 
     def __len__(self) -> int:
         """Number of requests in flight."""
@@ -78,20 +83,25 @@ class ActiveLoad:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def start(self, request_id: str, request: ActiveRequest) -> None:
-        """A kernel has accounted for a request."""
+    def start(
+        self, request_id: str, request: ActiveRequest, presumed_s: float | None = None
+    ) -> None:
+        """A kernel has accounted for a request; its first token, of which nobody will tell, is
+        presumed to come at `presumed_s`.
+        """
         self._requests[request_id] = request
         self._waiting[request.rank_number].append(request)
+        if presumed_s is not None:
+            heapq.heappush(self._presumed, (presumed_s, next(self._order), request))
 
     def first_token(self, request_id: str, now_s: float) -> ActiveRequest | None:
         """The prefill of a request is done; None if that was known, or it is not in flight."""
         request = self._requests.get(request_id)
         if request is None or request.first_token_s is not None:
             return None
-        self._prefilled_tokens[request.rank_number] += request.new_tokens
         request.first_token_s = now_s
-        request.prefilled_before = self._prefilled_tokens[request.rank_number]
-        self._end_prefill(request, now_s)
+        if not request.is_prefilled:
+            self._end_prefill(request, now_s)
         return request
 
     def finish(self, request_id: str, now_s: float) -> ActiveRequest | None:
@@ -99,7 +109,7 @@ class ActiveLoad:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if request.first_token_s is None:
+        if not request.is_prefilled:
             self._end_prefill(request, now_s)
         number = request.rank_number
         num_gone = active_blocks.leave(self.active.slots, request.sequence_hashes, number)
@@ -109,7 +119,13 @@ class ActiveLoad:
         return request
 
     def expire(self, now_s: float) -> None:
-        """Stop counting requests that nobody finished in time; they started in order."""
+        """Presume first tokens whose time has come. Stop counting requests that nobody finished in
+        time; they started in order.
+        """
+        while self._presumed and self._presumed[0][0] <= now_s:
+            _, _, request = heapq.heappop(self._presumed)
+            if not request.is_prefilled:
+                self._end_prefill(request, now_s)
         while self._requests:
             request_id, request = next(iter(self._requests.items()))
             if request.deadline_s > now_s:
@@ -142,7 +158,7 @@ class ActiveLoad:
         self.forecast.reserve(num_ranks, num_blocks)
 
     def prefilled_since(self, request: ActiveRequest) -> float:
-        """Prompt tokens that its rank has computed for others since its own first token."""
+        """Prompt tokens that its rank has computed for others since its own."""
         return self._prefilled_tokens[request.rank_number] - request.prefilled_before
 
     def set_capacity(self, number: int, num_blocks: float) -> None:
@@ -169,6 +185,8 @@ class ActiveLoad:
 
     def _end_prefill(self, request: ActiveRequest, now_s: float) -> None:
         number = request.rank_number
+        self._prefilled_tokens[number] += request.new_tokens
+        request.is_prefilled, request.prefilled_before = True, self._prefilled_tokens[number]
         row, waiting = self.columns[:, number], self._waiting[number]
         was_first = bool(waiting) and waiting[0] is request
         waiting.remove(request)

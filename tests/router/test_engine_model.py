@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.errors import ConfigError
-from kvplug.router.engine_model import EngineModel, FleetFit, RidgeFit, Work
+from kvplug.router.engine_model import Decoding, EngineModel, FitErrors, FleetFit, RidgeFit, Work
 
 TRUTH = EngineModel(
     fixed_ms=4.0, token_ms=0.05, attention_ms=2e-6, host_ms=0.01, disk_ms=0.04, pool_ms=0.02,
@@ -34,13 +34,22 @@ def observe(fit, random, rank=0, slower=1.0, num_observations=600, outliers=0.0)
         running, context = float(random.integers(1, 40)), float(random.integers(0, 60_000))
         prefilled = float(random.integers(0, 50))
         step = TRUTH.step_ms + TRUTH.sequence_ms * running + TRUTH.context_ms * context
-        fit.observe_answer(
-            rank,
-            noise * slower * (step + TRUTH.token_ms * prefilled),
-            num_running=running,
-            context_tokens=context,
-            prefilled_tokens=prefilled,
-        )
+        between_ms = noise * slower * (step + TRUTH.token_ms * prefilled)
+        fit.observe_answer(rank, between_ms, Decoding(running, context, prefilled))
+
+
+def test_whole_answers_tell_of_prefill_and_decode():
+    fit, random = FleetFit(EngineModel()), np.random.default_rng(4)
+    for _ in range(600):
+        new, steps = float(random.integers(1, 8000)), int(random.integers(0, 200))
+        work = Work(new, 0.0, 0.0, (0.0, 0.0, 0.0), False)
+        step_ms = TRUTH.step_ms + TRUTH.sequence_ms * 4
+        ms = (first_token_ms(TRUTH, work) + steps * step_ms) * random.normal(1, 0.05)
+        fit.observe_whole(0, ms, work, steps, Decoding(4.0, 0.0, 0.0))
+    found = model_of(fit)
+    assert found.token_ms == pytest.approx(TRUTH.token_ms, rel=0.25)
+    assert found.step_ms + 4 * found.sequence_ms == pytest.approx(step_ms, rel=0.1)
+    assert fit.wholes.share < 0.1
 
 
 def model_of(fit, rank=0):
@@ -55,14 +64,14 @@ def test_the_model_of_an_engine_is_found_from_its_answers(outliers, within):
     found = model_of(fit)
     for name in ("token_ms", "attention_ms", "host_ms", "disk_ms", "step_ms", "context_ms"):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=within), name
-    assert fit.first_token.error < 0.1 + 20 * outliers
+    assert fit.first_tokens.share < 0.1 + 20 * outliers
 
 
 def test_before_anything_is_observed_the_model_is_the_one_believed():
     assert model_of(FleetFit(TRUTH)).row == pytest.approx(
         [*TRUTH.row[:3], 0.0125, 0.0375, 0.005, *TRUTH.row[6:]]  # loading: shares of computing
     )
-    assert math.isnan(FleetFit(TRUTH).first_token.error)
+    assert math.isnan(FleetFit(TRUTH).first_tokens.share)
 
 
 def test_equal_engines_are_taken_for_equal_and_a_slow_one_for_slow():
@@ -84,19 +93,19 @@ numbers = st.floats(0, 1e6)
 
 @given(st.lists(st.tuples(st.lists(numbers, min_size=3, max_size=3), numbers), max_size=30))
 def test_coefficients_are_finite_and_not_below_zero(observations):
-    fit = RidgeFit(np.ones(3), np.ones(3))
+    fit, errors = RidgeFit(np.ones(3), np.ones(3), np.zeros(3, dtype=bool)), FitErrors()
     for features, value in observations:
-        fit.add(np.array(features), value)
+        fit.add(np.array(features), value, errors)
     assert np.isfinite(fit.coefficients).all()
     assert (fit.coefficients >= 0).all()
 
 
 def test_signed_coefficients_may_be_below_zero():
     first, second = 5.0, 3.0
-    fit = RidgeFit(np.zeros(2), np.full(2, 1e-6), num_signed=1)
+    fit, errors = RidgeFit(np.zeros(2), np.full(2, 1e-6), np.array([False, True])), FitErrors()
     for _ in range(5):
-        fit.add(np.array([1.0, 0.0]), first + second)
-        fit.add(np.array([1.0, 1.0]), first)
+        fit.add(np.array([1.0, 0.0]), first + second, errors)
+        fit.add(np.array([1.0, 1.0]), first, errors)
     assert fit.coefficients == pytest.approx([first + second, -second], rel=1e-3, abs=1e-3)
 
 

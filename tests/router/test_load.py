@@ -80,6 +80,23 @@ def test_the_oldest_request_is_the_one_that_is_computed():
     assert seen(router, costing.FIRST_SINCE_MS)[0] == 1e3 * clock.now_s
 
 
+def test_a_first_token_of_which_nobody_tells_is_presumed():
+    clock = Clock()
+    router = make_router(clock)
+    decision = router.route([1] * 100, workers=["a"], reports_first_token=False)
+    told = router.route([2] * 100, workers=["b"])
+    assert decision.predicted_ttft_ms == told.predicted_ttft_ms == 22.0
+    clock.now_s += 0.021
+    router.load.expire(clock.now_s)
+    assert seen(router, costing.NUM_WAITING) == [1, 1, 0]
+    clock.now_s += 0.002
+    router.load.expire(clock.now_s)
+    assert seen(router, costing.NUM_WAITING) == [0, 1, 0]
+    assert seen(router, costing.NUM_RUNNING) == [1, 1, 0]
+    router.finish(decision.request_id, 5)
+    assert seen(router, costing.NUM_RUNNING) == [0, 1, 0]
+
+
 def test_lost_requests_expire():
     clock = Clock()
     router = make_router(clock, request_expiry_s=10.0)
