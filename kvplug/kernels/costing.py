@@ -3,8 +3,8 @@
 In:  what the rank holds of the request, what it is busy with, how fast it is.   Out: a number.
 
 docs/routing.md explains both formulas. `blocks_cost` is that of Dynamo's KV cache routing. What is
-known of ranks is in columns, one number of each rank after the other. Reference: the formulas in
-plain Python (tests/kernels/test_costing.py).
+known of ranks is in one array, a row of NUM_COLUMNS for each. Reference: the formulas in plain
+Python (tests/kernels/test_costing.py).
 """
 
 from typing import NamedTuple
@@ -18,7 +18,12 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Index = int | np.int64
 
-# Columns of what is known of ranks, as `Ranks` has them.
+# What is known of a rank, float64[NUM_COLUMNS] of each. What it is busy with: the predicted prefill
+# of requests without a first token, and of the oldest of them, computed since FIRST_SINCE_MS; how
+# many such requests there are, and how many in flight; tokens to compute for them; tokens and
+# distinct blocks of the prompts in flight; blocks that requests without a first token will store.
+# Its cache: blocks on its device, and for how many there is room, 0 if nobody knows. How fast it
+# is: kvplug/router/engine_model.py.
 (
     WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, CONTEXT_TOKENS,
     ACTIVE_BLOCKS, COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS,
@@ -41,43 +46,6 @@ _PRICE_WITH_ROOM = 2.0
 _REQUESTS_OF_RATE, _REQUESTS_OF_REUSE, _ANSWERS_OF_MEAN = 64.0, 1000.0, 50.0
 # A first burst is not taken for the rate: until then FIRST_GAP_MS is believed as many times.
 FIRST_GAP_MS, _FIRST_REQUESTS = 100.0, 8.0
-
-
-class Ranks(NamedTuple):
-    """What is known of ranks: float64[ranks] each.
-
-    What each is busy with: waiting_ms, predicted prefill of requests without a first token, and of
-    the oldest of them, first_ms, computed since first_since_ms; num_waiting such requests and
-    num_running in flight; prefill_tokens to compute for them; context_tokens and active_blocks
-    (distinct ones) of the prompts in flight; coming_blocks, which requests without a first token
-    will store.
-
-    Its cache: resident_blocks, and capacity_blocks, 0 if that is not known.
-
-    How fast it is: kvplug/router/engine_model.py.
-    """
-
-    waiting_ms: F64
-    first_ms: F64
-    first_since_ms: F64
-    num_waiting: F64
-    num_running: F64
-    prefill_tokens: F64
-    context_tokens: F64
-    active_blocks: F64
-    coming_blocks: F64
-    resident_blocks: F64
-    capacity_blocks: F64
-    fixed_ms: F64
-    token_ms: F64
-    attention_ms: F64
-    host_ms: F64
-    disk_ms: F64
-    pool_ms: F64
-    busy_ms: F64
-    step_ms: F64
-    sequence_ms: F64
-    context_ms: F64
 
 
 class Fleet(NamedTuple):
@@ -115,18 +83,9 @@ class Found(NamedTuple):
 
 
 @inlined
-def ranks_of(columns: F64) -> Ranks:
-    """Columns by name; columns: float64[NUM_COLUMNS * ranks]."""
-    n = len(columns) // NUM_COLUMNS
-    return Ranks(
-        columns[:n], columns[n : 2 * n], columns[2 * n : 3 * n], columns[3 * n : 4 * n],
-        columns[4 * n : 5 * n], columns[5 * n : 6 * n], columns[6 * n : 7 * n],
-        columns[7 * n : 8 * n], columns[8 * n : 9 * n], columns[9 * n : 10 * n],
-        columns[10 * n : 11 * n], columns[11 * n : 12 * n], columns[12 * n : 13 * n],
-        columns[13 * n : 14 * n], columns[14 * n : 15 * n], columns[15 * n : 16 * n],
-        columns[16 * n : 17 * n], columns[17 * n : 18 * n], columns[18 * n : 19 * n],
-        columns[19 * n : 20 * n], columns[20 * n :],
-    )  # fmt: skip
+def of(ranks: F64, rank: Index, column: int) -> float:
+    """What is known of a rank."""
+    return float(ranks[NUM_COLUMNS * rank + column])
 
 
 @inlined
@@ -156,26 +115,26 @@ def prefill_ms(token_ms: float, attention_ms: float, new: float, cached: float) 
 
 
 @inlined
-def wait_ms(ranks: Ranks, rank: Index, now_ms: float) -> float:
+def wait_ms(ranks: F64, rank: Index, now_ms: float) -> float:
     """Until the rank has prefilled what was routed to it. It is taken to be at work on the oldest
     request, but never further than that one.
     """
-    since = max(0.0, now_ms - ranks.first_since_ms[rank])
-    left = float(ranks.waiting_ms[rank] - min(since, ranks.first_ms[rank]))
-    return left if ranks.num_waiting[rank] > 0.5 else 0.0
+    since = max(0.0, now_ms - of(ranks, rank, FIRST_SINCE_MS))
+    left = float(of(ranks, rank, WAITING_MS) - min(since, of(ranks, rank, FIRST_MS)))
+    return left if of(ranks, rank, NUM_WAITING) > 0.5 else 0.0
 
 
 @inlined
-def capacity_of_rank(ranks: Ranks, rank: Index, usual: float) -> float:
+def capacity_of_rank(ranks: F64, rank: Index, usual: float) -> float:
     """In blocks; what it holds fits into it."""
-    known = ranks.capacity_blocks[rank]
-    return float(max(known if known > 0.0 else usual, ranks.resident_blocks[rank]))
+    known = of(ranks, rank, CAPACITY_BLOCKS)
+    return float(max(known if known > 0.0 else usual, of(ranks, rank, RESIDENT_BLOCKS)))
 
 
 @inlined
-def filled_blocks(ranks: Ranks, rank: Index) -> float:
+def filled_blocks(ranks: F64, rank: Index) -> float:
     """What the rank holds, and what is on its way there."""
-    return float(ranks.resident_blocks[rank] + ranks.coming_blocks[rank])
+    return float(of(ranks, rank, RESIDENT_BLOCKS) + of(ranks, rank, COMING_BLOCKS))
 
 
 class Times(NamedTuple):
@@ -186,38 +145,44 @@ class Times(NamedTuple):
 
 
 @inlined
-def time_between_tokens(ranks: Ranks, rank: Index, num_more: float, tokens_more: float) -> float:
+def time_between_tokens(ranks: F64, rank: Index, num_more: float, tokens_more: float) -> float:
     """Milliseconds of a decoding step with so many more requests and prompt tokens."""
-    sequences = ranks.sequence_ms[rank] * (ranks.num_running[rank] + num_more)
-    context = ranks.context_ms[rank] * (ranks.context_tokens[rank] + tokens_more)
-    return float(ranks.step_ms[rank] + sequences + context)
+    sequences = of(ranks, rank, SEQUENCE_MS) * (of(ranks, rank, NUM_RUNNING) + num_more)
+    context = of(ranks, rank, CONTEXT_MS) * (of(ranks, rank, CONTEXT_TOKENS) + tokens_more)
+    return float(of(ranks, rank, STEP_MS) + sequences + context)
 
 
 @inlined
-def _decoding_ms(ranks: Ranks, rank: Index, prompt: Prompt, answer: float, over: float) -> float:
+def _decoding_ms(ranks: F64, rank: Index, prompt: Prompt, answer: float, over: float) -> float:
     """By how much the answer slows others down; `over`: blocks that do not fit into the cache with
     all that runs, so that some requests have to end first.
     """
-    longer = ranks.sequence_ms[rank] + ranks.context_ms[rank] * (prompt.num_tokens + 0.5 * answer)
-    slower = longer * ranks.num_running[rank]
+    longer = of(ranks, rank, SEQUENCE_MS) + of(ranks, rank, CONTEXT_MS) * (
+        prompt.num_tokens + 0.5 * answer
+    )
+    slower = longer * of(ranks, rank, NUM_RUNNING)
     if over > 0.0:
         step = time_between_tokens(ranks, rank, 0.0, 0.0)
-        slower += step * over / max(1.0, ranks.active_blocks[rank])
+        slower += step * over / max(1.0, of(ranks, rank, ACTIVE_BLOCKS))
     return float(slower * answer)
 
 
 @inlined
 def times_of(
-    ranks: Ranks, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
+    ranks: F64, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
 ) -> Times:
     """Of a request on a rank: its own time to first token, to which the fleet's costs add what its
     prefill delays, what it evicts, what its answer slows down.
     """
     cached = cached_tokens(prompt, found.num_blocks)
-    token, attention = ranks.token_ms[rank], ranks.attention_ms[rank]
+    token, attention = of(ranks, rank, TOKEN_MS), of(ranks, rank, ATTENTION_MS)
     work = found.loading_ms + prefill_ms(token, attention, prompt.num_tokens - cached, cached)
-    busy_ms = ranks.busy_ms[rank] if ranks.num_running[rank] > ranks.num_waiting[rank] else 0.0
-    own = waited_ms + ranks.fixed_ms[rank] + busy_ms + work
+    busy_ms = (
+        of(ranks, rank, BUSY_MS)
+        if of(ranks, rank, NUM_RUNNING) > of(ranks, rank, NUM_WAITING)
+        else 0.0
+    )
+    own = waited_ms + of(ranks, rank, FIXED_MS) + busy_ms + work
     capacity = capacity_of_rank(ranks, rank, fleet.capacity)
     answer = fleet.answer_tokens
     new_blocks = prompt.num_blocks - found.num_on_device + answer / prompt.block_size
@@ -225,20 +190,20 @@ def times_of(
     evicted = fleet.reuse * fleet.block_ms * max(0.0, filled - capacity)
     # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
     delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
-    over = ranks.active_blocks[rank] + new_blocks - capacity
+    over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity
     decoding = _decoding_ms(ranks, rank, prompt, answer, over)
     return Times(own, own + delayed * work + (1.0 + delayed) * evicted + decoding)
 
 
 @inlined
-def fill_waits(ranks: Ranks, now_ms: float, out_waits: F64) -> None:
+def fill_waits(ranks: F64, now_ms: float, out_waits: F64) -> None:
     """out_waits[r] = wait_ms of rank r."""
     for r in range(len(out_waits)):
         out_waits[r] = wait_ms(ranks, r, now_ms)
 
 
 @inlined
-def _usual_capacity(ranks: Ranks, candidates: I64, known: float) -> float:
+def _usual_capacity(ranks: F64, candidates: I64, known: float) -> float:
     """Of ranks whose capacity nobody knows: the known ones' usual one, else that of the fullest."""
     most = 1.0
     for i in range(len(candidates)):
@@ -253,7 +218,7 @@ def _utilisation(traffic: F64, num_ranks: Index) -> float:
 
 
 @inlined
-def fleet_of(ranks: Ranks, traffic: F64, candidates: I64, prompt: Prompt, waits: F64) -> Fleet:
+def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F64) -> Fleet:
     """The state of the fleet as a request comes.
 
     By queueing theory (M/G/1) a job of x ms delays others by x * load / (1 - load) * (the work that
@@ -267,7 +232,7 @@ def fleet_of(ranks: Ranks, traffic: F64, candidates: I64, prompt: Prompt, waits:
     for i in range(num_ranks):
         rank = candidates[i]
         waiting += waits[rank]
-        token_ms += ranks.token_ms[rank]
+        token_ms += of(ranks, rank, TOKEN_MS)
         filled = filled_blocks(ranks, rank) + needed
         num_with_room += filled <= capacity_of_rank(ranks, rank, capacity)
     waiting, block_ms = waiting / num_ranks, token_ms / num_ranks * prompt.block_size
@@ -329,13 +294,12 @@ def fill_blocks_costs(
     )
 )  # fmt: skip
 def fill_fleet_costs(
-    columns: F64, traffic: F64, candidates: I64, now_ms: float, num_tokens: float,
+    ranks: F64, traffic: F64, candidates: I64, now_ms: float, num_tokens: float,
     block_size: float, max_answer_tokens: float,
     num_found: F64, num_on_device: F64, loading_ms: F64,
     out_waits: F64, out_own_ms: F64, out_cost: F64,
 ) -> None:  # fmt: skip
     """wait_ms and times_of each rank, by what it has of the prompt (Found)."""
-    ranks = ranks_of(columns)
     prompt = Prompt(num_tokens, num_tokens // block_size, block_size, max_answer_tokens)
     fill_waits(ranks, now_ms, out_waits)
     fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvplug.kernels import active_blocks, costing, expiring, forecast, matching, reach, scoring
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u4, u8, writes
 from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
-from kvplug.kernels.costing import Fleet, Prompt, Ranks
+from kvplug.kernels.costing import NUM_COLUMNS, Fleet, Prompt, of
 from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.scoring import (
     Request,
@@ -146,11 +146,11 @@ def _expect(request: Request, rank: Index, depth: Index, bundle: U64) -> None:
 @inlined
 def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> None:
     """What was known of the rank before it had the request."""
-    ranks, prompt = costing.ranks_of(f64_of(bundle, scoring.COLUMNS)), request.prompt
+    ranks, prompt = f64_of(bundle, scoring.RANKS), request.prompt
     at, found = i64_of(bundle, scoring.INDEX_RANKS)[rank], found_of(bundle, rank)
     cached = costing.cached_tokens(prompt, found.num_blocks)
     new, depth = prompt.num_tokens - cached, reach_of(held, matching.DEPTH, at)
-    token, attention = ranks.token_ms[rank], ranks.attention_ms[rank]
+    token, attention = of(ranks, rank, costing.TOKEN_MS), of(ranks, rank, costing.ATTENTION_MS)
     out[RANK], out[COST] = rank, f64_of(bundle, scoring.COSTS)[rank]
     out[DEPTH], out[OWN] = depth, f64_of(bundle, scoring.OWN_MS)[rank]
     out[PREFILL] = found.loading_ms + costing.prefill_ms(token, attention, new, cached)
@@ -162,30 +162,32 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     out[HOST_TOKENS] = prompt.block_size * (in_host - on_device)
     out[DISK_TOKENS] = prompt.block_size * (on_disk - in_host)
     out[POOL_TOKENS] = prompt.block_size * (anywhere - on_disk)
-    still = f64_of(bundle, scoring.WAITS)[rank] / max(ranks.waiting_ms[rank], 1e-9)
-    out[AHEAD_TOKENS] = still * ranks.coming_blocks[rank] * prompt.block_size
-    out[IS_BUSY] = np.float64(ranks.num_running[rank] > ranks.num_waiting[rank])
+    still = f64_of(bundle, scoring.WAITS)[rank] / max(of(ranks, rank, costing.WAITING_MS), 1e-9)
+    out[AHEAD_TOKENS] = still * of(ranks, rank, costing.COMING_BLOCKS) * prompt.block_size
+    out[IS_BUSY] = np.float64(
+        of(ranks, rank, costing.NUM_RUNNING) > of(ranks, rank, costing.NUM_WAITING)
+    )
 
 
 @inlined
-def _add_load(ranks: Ranks, rank: Index, request: Request, num_active: Index, out: F64) -> None:
-    prompt = request.prompt
-    if ranks.num_waiting[rank] < 0.5:
-        ranks.first_ms[rank] = out[PREFILL]
-        ranks.first_since_ms[rank] = 1e3 * request.now_s
-    ranks.waiting_ms[rank] += out[PREFILL]
-    ranks.num_waiting[rank] += 1
-    ranks.num_running[rank] += 1
-    ranks.prefill_tokens[rank] += out[PREFILL_TOKENS]
-    ranks.context_tokens[rank] += prompt.num_tokens
-    ranks.coming_blocks[rank] += out[COMING]
-    ranks.active_blocks[rank] += num_active
+def _add_load(ranks: F64, rank: Index, request: Request, num_active: Index, out: F64) -> None:
+    prompt, row = request.prompt, NUM_COLUMNS * rank
+    if of(ranks, rank, costing.NUM_WAITING) < 0.5:
+        ranks[row + costing.FIRST_MS] = out[PREFILL]
+        ranks[row + costing.FIRST_SINCE_MS] = 1e3 * request.now_s
+    ranks[row + costing.WAITING_MS] += out[PREFILL]
+    ranks[row + costing.NUM_WAITING] += 1
+    ranks[row + costing.NUM_RUNNING] += 1
+    ranks[row + costing.PREFILL_TOKENS] += out[PREFILL_TOKENS]
+    ranks[row + costing.CONTEXT_TOKENS] += prompt.num_tokens
+    ranks[row + costing.COMING_BLOCKS] += out[COMING]
+    ranks[row + costing.ACTIVE_BLOCKS] += num_active
 
 
 @inlined
 def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64) -> None:
     """The rank has the request: its load, the forecast of its cache, what is expected there."""
-    ranks, prompt = costing.ranks_of(f64_of(bundle, scoring.COLUMNS)), request.prompt
+    ranks, prompt = f64_of(bundle, scoring.RANKS), request.prompt
     coming = out[COMING]
     num_active = active_blocks.add(u64_of(bundle, scoring.ACTIVE), request.hashes, rank)
     if f64_of(bundle, scoring.SETTINGS)[scoring.COST_IN_MS] > 0:
@@ -220,7 +222,7 @@ def route(
     matching.overlap; out: float64[requests * NUM_OUT]. SCORE leaves COSTS, OWN_MS, FOUND and
     WAITS; ACCOUNT alone takes the rank candidates[0], and what SCORE left.
     """
-    ranks, waits = costing.ranks_of(f64_of(bundle, scoring.COLUMNS)), f64_of(bundle, scoring.WAITS)
+    ranks, waits = f64_of(bundle, scoring.RANKS), f64_of(bundle, scoring.WAITS)
     traffic, start, first = f64_of(bundle, scoring.TRAFFIC), np.int64(0), np.int64(0)
     for i in range(len(ends)):
         num_tokens = ends[i] - start

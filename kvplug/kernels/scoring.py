@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvplug.kernels import active_blocks, costing, forecast, matching, reach
 from kvplug.kernels._jit import inlined
 from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
-from kvplug.kernels.costing import Fleet, Found, Prompt, Ranks
+from kvplug.kernels.costing import Fleet, Found, Prompt, of
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ Index = int | np.int64
 # hand: COSTS, OWN_MS, WAITS (ms) and FOUND, float64[3 * ranks], the columns of costing.Found.
 # EXPECTED...: kernels/expiring.py.
 (
-    SETTINGS, COLUMNS, TRAFFIC, INDEX_RANKS, COSTS, OWN_MS, WAITS, FOUND, ACTIVE,
+    SETTINGS, RANKS, TRAFFIC, INDEX_RANKS, COSTS, OWN_MS, WAITS, FOUND, ACTIVE,
     FORECAST_SLOTS, FORECAST_KEYS, FORECAST_LINKS, FORECAST_ENDS,
     POPULAR_KEYS, POPULAR_COUNTS,
     EXPECTED_SLOTS, EXPECTED_KEYS, EXPECTED_DEADLINES, EXPECTED_LINKS, EXPECTED_STATE,
@@ -79,18 +79,18 @@ def found_of(bundle: U64, rank: Index) -> Found:
 
 
 @inlined
-def _loading_ms(ranks: Ranks, rank: Index, at: Index, prompt: Prompt, held: I64) -> float:
+def _loading_ms(ranks: F64, rank: Index, at: Index, prompt: Prompt, held: I64) -> float:
     """To bring what lower tiers have to the device."""
     on_device, in_host = reach_of(held, reach.ON_DEVICE, at), reach_of(held, reach.IN_HOST, at)
     on_disk, anywhere = reach_of(held, reach.ON_DISK, at), reach_of(held, reach.ANY, at)
-    host_ms = ranks.host_ms[rank] * (in_host - on_device)
-    disk_ms = ranks.disk_ms[rank] * (on_disk - in_host)
-    pool_ms = ranks.pool_ms[rank] * (anywhere - on_disk)
+    host_ms = of(ranks, rank, costing.HOST_MS) * (in_host - on_device)
+    disk_ms = of(ranks, rank, costing.DISK_MS) * (on_disk - in_host)
+    pool_ms = of(ranks, rank, costing.POOL_MS) * (anywhere - on_disk)
     return float(prompt.block_size * (host_ms + disk_ms + pool_ms))
 
 
 @inlined
-def _find(prompt: Prompt, rank: Index, at: Index, worth: float, ranks: Ranks, held: I64) -> Found:
+def _find(prompt: Prompt, rank: Index, at: Index, worth: float, ranks: F64, held: I64) -> Found:
     """What the rank has of a prompt now; `worth`: how far that can be relied on."""
     depth, anywhere = reach_of(held, matching.DEPTH, at), reach_of(held, reach.ANY, at)
     num_blocks = depth - (1.0 - worth) * anywhere
@@ -120,7 +120,7 @@ def _fill_times(
     request: Request, candidates: I64, fleet: Fleet, index: U64, held: I64, bundle: U64
 ) -> None:
     """FOUND, OWN_MS, and COSTS in milliseconds."""
-    ranks, index_ranks = costing.ranks_of(f64_of(bundle, COLUMNS)), i64_of(bundle, INDEX_RANKS)
+    ranks, index_ranks = f64_of(bundle, RANKS), i64_of(bundle, INDEX_RANKS)
     costs, own, waits = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS), f64_of(bundle, WAITS)
     out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
     worths = f64_of(index, matching.CREDITS)[reach.NUM_MASKS :]
@@ -140,7 +140,7 @@ def _fill_times(
 
 @inlined
 def _fill_costs_in_blocks(request: Request, candidates: I64, held: I64, bundle: U64) -> None:
-    ranks, index_ranks = costing.ranks_of(f64_of(bundle, COLUMNS)), i64_of(bundle, INDEX_RANKS)
+    ranks, index_ranks = f64_of(bundle, RANKS), i64_of(bundle, INDEX_RANKS)
     costs, active = f64_of(bundle, COSTS), u64_of(bundle, ACTIVE)
     credits = held[matching.CREDIT * (len(held) // matching.NUM_ROWS) :].view(np.float64)
     weight, prompt = f64_of(bundle, SETTINGS)[OVERLAP_WEIGHT], request.prompt
@@ -149,8 +149,8 @@ def _fill_costs_in_blocks(request: Request, candidates: I64, held: I64, bundle: 
         costs[rank] = costing.blocks_cost(
             prompt.num_tokens / prompt.block_size, len(request.hashes), weight,
             credits[index_ranks[rank]],
-            ranks.prefill_tokens[rank] / prompt.block_size,
-            ranks.active_blocks[rank],
+            of(ranks, rank, costing.PREFILL_TOKENS) / prompt.block_size,
+            of(ranks, rank, costing.ACTIVE_BLOCKS),
             active_blocks.shared(active, request.hashes, rank),
         )  # fmt: skip
 
@@ -212,7 +212,7 @@ def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U
         num_copies += num_found[candidates[i]] >= num_blocks
     if share * len(candidates) < num_copies:
         return
-    ranks, waits = costing.ranks_of(f64_of(bundle, COLUMNS)), f64_of(bundle, WAITS)
+    ranks, waits = f64_of(bundle, RANKS), f64_of(bundle, WAITS)
     copy = Found(num_blocks, num_blocks, 0.0)
     for i in range(len(candidates)):
         rank = candidates[i]
@@ -224,7 +224,7 @@ def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U
 @inlined
 def _raise_misses(request: Request, candidates: I64, bundle: U64) -> None:
     """Ranks that will miss an objective come last."""
-    settings, ranks = f64_of(bundle, SETTINGS), costing.ranks_of(f64_of(bundle, COLUMNS))
+    settings, ranks = f64_of(bundle, SETTINGS), f64_of(bundle, RANKS)
     costs, own = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS)
     ttft_ms, itl_ms = settings[TTFT_OBJECTIVE_MS], settings[ITL_OBJECTIVE_MS]
     for i in range(len(candidates)):

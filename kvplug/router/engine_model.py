@@ -273,14 +273,14 @@ class FleetFit:
         self._of_decode.pop(number, None)
 
     def rows(self, prefill: F64, decode: F64) -> F64:
-        """float64[10, n]: EngineModel.row of ranks with these factors."""
+        """float64[n, 10]: EngineModel.row of ranks with these factors."""
         known = self._fit.coefficients
         token_ms = max(_MIN_TOKEN_MS, known[_TOKEN] / _KILO)
         loading_ms = np.maximum(0.0, token_ms * _LOADING + known[[_HOST, _DISK, _POOL]] / _KILO)
         of_prefill = np.array([token_ms, known[_ATTENTION] / _MEGA, *loading_ms])
         of_decode = known[[_BUSY, _STEP, _SEQUENCE, _CONTEXT]] / np.array([1.0, 1.0, 1.0, _KILO])
         fixed = np.full(len(prefill), known[_FIXED])
-        return np.vstack([fixed, np.outer(of_prefill, prefill), np.outer(of_decode, decode)])
+        return np.column_stack([fixed, np.outer(prefill, of_prefill), np.outer(decode, of_decode)])
 
 
 def _prefill_features(work: Work) -> F64:

@@ -56,7 +56,7 @@ class EngineSpeeds:
     def give(self, number: int, model: EngineModel) -> None:
         """The rank is so fast; nothing is learnt of it from now on."""
         self._given[number] = model
-        self._rows[:, number] = model.row
+        self._rows[number] = model.row
 
     def forget(self, number: int) -> None:
         """The rank is gone."""
@@ -101,7 +101,7 @@ class EngineSpeeds:
 
     def model_of(self, number: int) -> EngineModel:
         """How fast the rank is taken to be."""
-        return EngineModel.from_row(self._rows[:, number])
+        return EngineModel.from_row(self._rows[number])
 
     def quality_of(self, rank: Rank) -> ModelQuality:
         """How good that is."""
@@ -122,8 +122,8 @@ class EngineSpeeds:
 
     @property
     def _rows(self) -> F64:
-        """float64[10, ranks]: EngineModel.row of each."""
-        return self._load.columns[costing.FIXED_MS : costing.CONTEXT_MS + 1]
+        """float64[ranks, 10]: EngineModel.row of each."""
+        return self._load.ranks[:, costing.FIXED_MS : costing.CONTEXT_MS + 1]
 
     def _may_learn(self, number: int, now_s: float) -> bool:
         if number in self._given or now_s < self._taught_s + _LESSON_S:
@@ -132,7 +132,7 @@ class EngineSpeeds:
         return True
 
     def _decoding_of(self, request: ActiveRequest, num_steps: int) -> Decoding:
-        columns = self._load.columns[:, request.rank_number]
+        columns = self._load.ranks[request.rank_number]
         own_tokens = request.new_tokens + request.cached_tokens
         return Decoding(
             num_running=float(columns[costing.NUM_RUNNING]) + 1,
@@ -150,9 +150,9 @@ class EngineSpeeds:
     def _put(self, section: Section) -> None:
         """Of all ranks of the section, as one's answers tell of the others, too."""
         numbers = section.numbers
-        self._rows[:, numbers] = self._fits[section].rows(*self._factors[:, numbers])
+        self._rows[numbers] = self._fits[section].rows(*self._factors[:, numbers])
         for number, model in self._given.items():
-            self._rows[:, number] = model.row
+            self._rows[number] = model.row
 
 
 def _work_of(request: ActiveRequest) -> Work:

@@ -56,7 +56,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
 class ActiveLoad:
     """start, first_token, finish, expire, forget; sizes of caches.
 
-    `columns`: float64[NUM_COLUMNS, ranks] (kernels/costing.py), of which those of the engine's
+    `ranks`: float64[ranks, NUM_COLUMNS] (kernels/costing.py), of which those of the engine's
     model are kept by kvplug/router/engine_speeds.py; `active`: blocks of live requests; `forecast`:
     of caches; `changes` counts when any of the arrays has become another one.
     """
@@ -66,7 +66,7 @@ class ActiveLoad:
         self.changes = Changes()
         self.active = HashTable(self.changes)
         self.forecast = CacheForecast(self.changes)
-        self.columns: F64 = np.zeros((costing.NUM_COLUMNS, 0))
+        self.ranks: F64 = np.zeros((0, costing.NUM_COLUMNS))
         self.popular_keys: U64 = np.zeros(_POPULAR, dtype=np.uint64)
         self.popular_counts: F64 = np.zeros(2 * _POPULAR)
         self._expiry_s = request_expiry_s
@@ -113,9 +113,9 @@ class ActiveLoad:
             self._end_prefill(request, now_s)
         number = request.rank_number
         num_gone = active_blocks.leave(self.active.slots, request.sequence_hashes, number)
-        self.columns[costing.ACTIVE_BLOCKS, number] -= num_gone
-        self.columns[costing.CONTEXT_TOKENS, number] -= request.new_tokens + request.cached_tokens
-        self.columns[costing.NUM_RUNNING, number] -= 1
+        self.ranks[number, costing.ACTIVE_BLOCKS] -= num_gone
+        self.ranks[number, costing.CONTEXT_TOKENS] -= request.new_tokens + request.cached_tokens
+        self.ranks[number, costing.NUM_RUNNING] -= 1
         return request
 
     def expire(self, now_s: float) -> None:
@@ -140,7 +140,7 @@ class ActiveLoad:
         for request_id in mine:
             self.finish(request_id, now_s)
         self.empty_cache(number)
-        self.columns[: costing.FIXED_MS, number] = 0.0
+        self.ranks[number, : costing.FIXED_MS] = 0.0
 
     def deadline_s(self, now_s: float) -> float:
         """When a request that starts now stops counting."""
@@ -150,7 +150,7 @@ class ActiveLoad:
         """There are so many ranks, and a prompt of so many blocks may come to one."""
         missing = num_ranks - len(self._waiting)
         if missing > 0:
-            self.columns = np.hstack([self.columns, np.zeros((costing.NUM_COLUMNS, missing))])
+            self.ranks = np.vstack([self.ranks, np.zeros((missing, costing.NUM_COLUMNS))])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing
             self.changes.count += 1
@@ -165,17 +165,17 @@ class ActiveLoad:
         """The rank's cache has room for so many blocks; 0: nobody knows."""
         self.reserve(number + 1)
         self.changes.count += 1  # what is usual may be another number now
-        self.columns[costing.CAPACITY_BLOCKS, number] = num_blocks
+        self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
 
     def usual_capacity(self, numbers: I64) -> float:
         """The median of what is known of these ranks; 0 if nothing is."""
-        known = self.columns[costing.CAPACITY_BLOCKS, numbers]
+        known = self.ranks[numbers, costing.CAPACITY_BLOCKS]
         known = known[known > 0]
         return float(np.sort(known)[len(known) // 2]) if len(known) else 0.0
 
     def set_resident(self, number: int, num_blocks: int) -> None:
         """The rank's device holds so many distinct blocks."""
-        self.columns[costing.RESIDENT_BLOCKS, number] = num_blocks
+        self.ranks[number, costing.RESIDENT_BLOCKS] = num_blocks
 
     def empty_cache(self, number: int) -> None:
         """The rank holds nothing any more."""
@@ -187,7 +187,7 @@ class ActiveLoad:
         number = request.rank_number
         self._prefilled_tokens[number] += request.new_tokens
         request.is_prefilled, request.prefilled_before = True, self._prefilled_tokens[number]
-        row, waiting = self.columns[:, number], self._waiting[number]
+        row, waiting = self.ranks[number], self._waiting[number]
         was_first = bool(waiting) and waiting[0] is request
         waiting.remove(request)
         row[costing.NUM_WAITING] -= 1

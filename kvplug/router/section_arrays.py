@@ -66,7 +66,7 @@ class SectionArrays:
         load, expected = self._load, self._section.index.speculative
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         return Bundle(
-            self._settings, load.columns.reshape(-1), self.traffic,
+            self._settings, load.ranks.reshape(-1), self.traffic,
             self._section.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
             *expected.arrays,

@@ -10,7 +10,7 @@ loads = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 50), st.integers(0, 10)),
     max_size=6,
 )
-NAMES = costing.Ranks._fields
+NAMES = twins.RANK_COLUMNS
 TRAFFIC = (
     *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
     *("answer_tokens", "usual_capacity"),
@@ -53,7 +53,7 @@ def test_the_worked_example_of_the_specification():
 
 
 def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
-    columns = np.array([[rank[name] for rank in ranks] for name in NAMES], dtype=float)
+    columns = np.array([[rank[name] for name in NAMES] for rank in ranks], dtype=float)
     n, numbers = len(ranks), np.arange(len(ranks))
     waits, own, cost = np.empty(n), np.empty(n), np.empty(n)
     costing.fill_fleet_costs(

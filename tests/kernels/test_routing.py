@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvplug import BlockRemoved, BlockStored, EngineModel, EventBatch, Rank, Router, RouterConfig
 from kvplug.events import Tier
-from kvplug.kernels import costing
 from tests.kernels import twins
 from tests.kernels.test_forecast import Reference
 
@@ -67,8 +66,8 @@ class Twin:
 
     @property
     def ranks(self):
-        rows = self.router.load.columns.T.tolist()
-        return [dict(zip(costing.Ranks._fields, row, strict=True)) for row in rows]
+        rows = self.router.load.ranks.tolist()
+        return [dict(zip(twins.RANK_COLUMNS, row, strict=True)) for row in rows]
 
     def costs(self, tokens, hashes, traffic, now_ms, max_tokens):
         """[cost], [(found, on device, loading ms)] of each rank."""

@@ -57,6 +57,14 @@ def reaches(holders_of_block, own, pools, credits, num_ranks):
     return depths, credit
 
 
+RANK_COLUMNS = (
+    *("waiting_ms", "first_ms", "first_since_ms", "num_waiting", "num_running", "prefill_tokens"),
+    *("context_tokens", "active_blocks", "coming_blocks", "resident_blocks", "capacity_blocks"),
+    *("fixed_ms", "token_ms", "attention_ms", "host_ms", "disk_ms", "pool_ms"),
+    *("busy_ms", "step_ms", "sequence_ms", "context_ms"),
+)
+
+
 def blocks_cost(prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth):
     return [
         weight * max(0.0, p + prompt_blocks - c) + (a + num_full_blocks - d)

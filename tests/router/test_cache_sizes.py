@@ -28,7 +28,7 @@ def remove(router, rank, names):
 def known(router, rank):
     size = router.cache_sizes.of(rank)
     number = router.fleet_index.numbers.number_of(rank)
-    in_load = router.load.columns[[costing.RESIDENT_BLOCKS, costing.CAPACITY_BLOCKS], number]
+    in_load = router.load.ranks[number, [costing.RESIDENT_BLOCKS, costing.CAPACITY_BLOCKS]]
     assert in_load.tolist() == [size.num_resident, size.capacity]
     return size.num_resident, size.capacity, size.source
 

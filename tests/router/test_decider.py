@@ -53,7 +53,7 @@ def test_many_at_once_are_routed_as_one_after_the_other(cost, batch):
     together = routers[0].route_many(batch, max_tokens=7)
     singly = [routers[1].route(prompt, max_tokens=7) for prompt in batch]
     assert [seen(decision) for decision in together] == [seen(decision) for decision in singly]
-    np.testing.assert_allclose(routers[0].load.columns, routers[1].load.columns)
+    np.testing.assert_allclose(routers[0].load.ranks, routers[1].load.ranks)
     for decision in together:
         routers[0].finish(decision.request_id)
     assert len(routers[0].load) == len(routers[0].load.active) == 0
@@ -71,7 +71,7 @@ def test_arrays_that_have_to_grow_meanwhile_lose_nothing():
     router = make_router("a", "b")
     batch = [np.arange(4000, dtype=np.uint32) + 5000 * number for number in range(30)]
     decisions = router.route_many(batch)
-    active = router.load.columns[costing.ACTIVE_BLOCKS]
+    active = router.load.ranks[:, costing.ACTIVE_BLOCKS]
     assert active.sum() == 30 * 1000
     again = router.route_many(batch)
     assert [decision.overlap_blocks for decision in again] == [1000] * 30
@@ -79,7 +79,7 @@ def test_arrays_that_have_to_grow_meanwhile_lose_nothing():
         router.finish(decision.request_id)
     router.load.forecast.check()
     router.index.check()
-    assert router.load.columns[costing.ACTIVE_BLOCKS].tolist() == [0, 0]
+    assert router.load.ranks[:, costing.ACTIVE_BLOCKS].tolist() == [0, 0]
 
 
 def test_nothing_of_many_is_routed_if_one_cannot_be():

@@ -54,7 +54,7 @@ def test_whole_answers_tell_of_prefill_and_decode():
 
 def model_of(fit, rank=0):
     prefill, decode = (np.array([factor]) for factor in fit.factors(rank))
-    return EngineModel.from_row(fit.rows(prefill, decode)[:, 0])
+    return EngineModel.from_row(fit.rows(prefill, decode)[0])
 
 
 @pytest.mark.parametrize(("outliers", "within"), [(0.0, 0.25), (0.05, 0.5)])

@@ -130,7 +130,7 @@ def test_requests_in_flight_survive_the_change_of_index():
     for decision in decisions:
         router.first_token(decision.request_id)
         router.finish(decision.request_id)
-    assert router.load.columns[costing.ACTIVE_BLOCKS].tolist() == [0, 0]
+    assert router.load.ranks[:, costing.ACTIVE_BLOCKS].tolist() == [0, 0]
     assert len(router.load.active) == 0
 
 

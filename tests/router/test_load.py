@@ -27,7 +27,7 @@ def make_router(clock=None, **settings):
 
 
 def seen(router, column):
-    return router.load.columns[column].tolist()
+    return router.load.ranks[:, column].tolist()
 
 
 def require_counted(router, live, prefilling):
