@@ -58,10 +58,11 @@ _MAX_WAIT_S = 15.0
 
 
 class Usage(NamedTuple):
-    """What an engine says about a prompt; `cached_tokens` is None where it does not say."""
+    """What an engine says about a request; `cached_tokens` is None where it does not say."""
 
     prompt_tokens: int
     cached_tokens: int | None
+    completion_tokens: int | None = None
 
 
 class _Answer(NamedTuple):

@@ -20,7 +20,7 @@ from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
-from kvplug.router.cache_sizes import CacheSizes
+from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
 from kvplug.router.decider import NO_TOKENS, Answer, Decider, Decision
 from kvplug.router.engine_model import EngineModel
@@ -283,6 +283,11 @@ class Router:
         """
         with self._lock:
             self.cache_sizes.say(rank, num_blocks)
+
+    def cache_size(self, rank: Rank) -> CacheSize:
+        """How many blocks the rank holds and has room for, and how that is known."""
+        with self._lock:
+            return self.cache_sizes.of(rank)
 
     def set_engine_model(self, rank: Rank, model: EngineModel) -> None:
         """The rank's engine is so fast; nothing is learnt of it from now on."""

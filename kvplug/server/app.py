@@ -19,7 +19,7 @@ from kvplug.server.namespaces import Body, lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
-from kvplug.server.usage import unauditable
+from kvplug.server.usage import max_tokens_of, unauditable
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +59,24 @@ class Api:
         """A completion or a chat: tokenize, route, forward."""
         raw = await request.read()
         body = _json_object(raw)
-        model = self._model_of(body)
+        model, is_chat = self._model_of(body), request.path == _CHAT
         served = self._fleet.models()[model]
         tokens = await self._prompts.tokens_of(
             {**body, "model": served.base},
             served.root,
-            is_chat=request.path == _CHAT,
+            is_chat=is_chat,
             size=len(raw),
         )
-        namespace = namespace_of(body, served.lora_name)
-        reason = unauditable(body)
-        forward = Forward(request.path, model, raw, tokens, namespace, reason)
+        forward = Forward(
+            path=request.path,
+            model=model,
+            body=raw,
+            tokens=tokens,
+            namespace=namespace_of(body, served.lora_name),
+            max_tokens=max_tokens_of(body, is_chat=is_chat),
+            streams=body.get("stream") is True,
+            unauditable=unauditable(body),
+        )
         return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:

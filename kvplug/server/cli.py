@@ -12,7 +12,7 @@ from typing import get_args
 
 from kvplug._version import __version__
 from kvplug.errors import ConfigError
-from kvplug.router.config import Mode, RouterConfig
+from kvplug.router.config import Cost, Mode, RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 
 _MAX_COUNT = 2**63 - 1
@@ -33,7 +33,10 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
     router = RouterConfig(
         block_size=getattr(arguments, "block_size", None),
         mode=arguments.router_mode,
+        cost=arguments.cost,
         overlap_score_weight=arguments.kv_overlap_score_weight,
+        ttft_slo_ms=arguments.ttft_slo_ms,
+        itl_slo_ms=arguments.itl_slo_ms,
         temperature=arguments.router_temperature,
         speculative_ttl_s=arguments.speculative_ttl_s,
         use_kv_events=arguments.use_kv_events,
@@ -122,6 +125,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 def _add_routing(group: argparse._ArgumentGroup) -> None:
     _add_mode(group)
     _add_costs(group)
+    _add_slos(group)
     _add_index_bounds(group)
     _add_approximation(group)
 
@@ -146,10 +150,16 @@ def _add_mode(group: argparse._ArgumentGroup) -> None:
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
+        "--cost",
+        choices=get_args(Cost),
+        help="ms: what a choice costs the fleet in milliseconds; blocks: blocks to prefill and to "
+        "decode (default: ms, blocks if a weight is given)",
+    )
+    add(
         "--kv-overlap-score-weight",
         type=float,
-        default=_ROUTER.overlap_score_weight,
-        help="what a block to prefill costs in blocks to decode; 0 routes by load alone",
+        help="go by the cost in blocks: what a block to prefill costs in blocks to decode; 0 "
+        "routes by load alone",
     )
     add(
         "--router-temperature",
@@ -163,6 +173,12 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
         default=_ROUTER.speculative_ttl_s,
         help="how long a routed prompt counts as cached until the engine says so; 0 is off",
     )
+
+
+def _add_slos(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--ttft-slo-ms", type=float, help="avoid workers predicted to take longer to first token")
+    add("--itl-slo-ms", type=float, help="avoid workers predicted to take longer between tokens")
 
 
 def _count(text: str) -> int:

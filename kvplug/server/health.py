@@ -5,6 +5,8 @@ In:  fleet, audited router, diagnosis.   Out: a JSON object.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, TrustState
+from kvplug.router.cache_sizes import CacheSize
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet, Worker
 
@@ -40,6 +43,8 @@ class Health:
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
+            "cache": _cache(self._router.cache_size(Rank(worker.url))),
+            "model": _model(self._router, Rank(worker.url)),
             "events": self._events(worker),
             "audit": None if ledger is None else _audit(ledger),
         }
@@ -50,6 +55,27 @@ class Health:
             return {"endpoint": None, "connected": False} | _trust(APPROXIMATE)
         endpoint = worker.spec.events or self._fleet.events_endpoint
         return None if worker.follower is None else _of_stream(worker.follower, endpoint)
+
+
+def _cache(size: CacheSize) -> dict[str, Any]:
+    """In blocks; what is wrong with a capacity is among the findings."""
+    return {
+        "resident": size.num_resident,
+        "capacity": size.capacity or None,
+        "capacity_source": size.source,
+    }
+
+
+def _model(router: AuditedRouter, rank: Rank) -> dict[str, Any]:
+    """How fast the engine is taken to be, and how far off that was of late."""
+    quality = router.model_quality(rank)
+    errors = {"first_token": quality.first_token_error, "answer": quality.answer_error}
+    return {
+        **asdict(router.engine_model(rank)),
+        "observed_first_tokens": quality.num_first_tokens,
+        "observed_answers": quality.num_answers + quality.num_wholes,
+        "errors": {name: None if isnan(error) else error for name, error in errors.items()},
+    }
 
 
 def _audit(ledger: RankLedger) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvplug.audit.router import AuditedRouter
+from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.server.audit_metrics import families_of
@@ -144,6 +145,22 @@ class _Readings(Collector):
         for worker in self._fleet.workers.values():
             up.add_metric([worker.url], worker.is_up)
         yield up
+        yield from self._of_caches()
+
+    def _of_caches(self) -> Iterator[Metric]:
+        text = "blocks on the worker's device"
+        resident = GaugeMetricFamily("kvplug_cache_blocks", text, labels=["worker"])
+        text = "blocks that it has room for, as it says or as its evictions tell"
+        capacity = GaugeMetricFamily("kvplug_cache_capacity_blocks", text, labels=["worker"])
+        text = "usual error of the predicted time to first token, as a share"
+        error = GaugeMetricFamily("kvplug_predicted_ttft_error", text, labels=["worker"])
+        for url in self._fleet.workers:
+            size = self._router.cache_size(Rank(url))
+            resident.add_metric([url], size.num_resident)
+            if size.capacity:
+                capacity.add_metric([url], size.capacity)
+            error.add_metric([url], self._router.model_quality(Rank(url)).first_token_error)
+        yield from (resident, capacity, error)
 
     def _of_events(self) -> Iterator[Metric]:
         followers = [(w.url, w.follower) for w in self._fleet.workers.values() if w.follower]

@@ -26,7 +26,7 @@ from kvplug.hashing import Tokens
 from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
 from kvplug.server.replies import ApiError, error_event
-from kvplug.server.usage import StreamTail, usage_of
+from kvplug.server.usage import Stream, usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _NO_TOKENS = np.empty(0, dtype=np.uint32)
 class Forward(NamedTuple):
     """What to send on: the raw body, and what the router knows of it.
 
+    max_tokens: how long the answer may get; streams: whether it comes token by token.
     unauditable: why the answer's usage would not tell about the prefix, or None.
     """
 
@@ -52,11 +53,21 @@ class Forward(NamedTuple):
     body: bytes
     tokens: Tokens | None
     namespace: Namespace
+    max_tokens: int | None
+    streams: bool
     unauditable: str | None
 
 
 class _WorkerLost(Exception):
     """The worker could not be reached, or went before it answered anything."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One try of a request on one worker; num_tokens: of its answer, None if there is none."""
+
+    decision: Decision
+    num_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -81,23 +92,29 @@ class Proxy:
         """Send the request to the best worker that answers."""
         tried: set[str] = set()
         while True:
-            decision = self._route(forward, tried)
-            url = decision.rank.worker
+            exchange = _Exchange(self._route(forward, tried))
+            url = exchange.decision.rank.worker
             try:
-                return await self._exchange(request, forward, decision)
+                return await self._exchange(request, forward, exchange)
             except _WorkerLost as lost:
                 self._fleet.mark_down(url, str(lost))
                 self.counts[url].num_lost += 1
                 tried.add(url)
             finally:
-                self._finish(decision)
+                self._finish(exchange)
 
     def _route(self, forward: Forward, tried: set[str]) -> Decision:
         workers = self._fleet.candidates(forward.model) - tried
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
             with self._router.deciding():
-                decision = self._router.route(tokens, namespace=forward.namespace, workers=workers)
+                decision = self._router.route(
+                    tokens,
+                    namespace=forward.namespace,
+                    workers=workers,
+                    max_tokens=forward.max_tokens,
+                    reports_first_token=forward.streams,
+                )
                 self._expect(decision, forward)
         except NoWorkerError as error:
             message = f"no worker that serves model {forward.model!r} can be reached now"
@@ -117,40 +134,45 @@ class Proxy:
             self._router.expect(decision, forward.tokens, forward.namespace)
 
     async def _exchange(
-        self, request: web.Request, forward: Forward, decision: Decision
+        self, request: web.Request, forward: Forward, exchange: _Exchange
     ) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
+        decision = exchange.decision
         url = decision.rank.worker + forward.path
         with _translated():
             upstream = await self._session.post(url, data=forward.body, headers=headers)
         async with upstream:
             if upstream.content_type == "text/event-stream":
-                return await self._stream(request, upstream, decision)
+                return await self._stream(request, upstream, exchange)
             with _translated():
                 body = await upstream.read()
             if upstream.ok:
-                self._router.answered(decision.request_id, usage_of(body))
+                usage = usage_of(body)
+                exchange.num_tokens = None if usage is None else usage.completion_tokens
+                self._router.answered(decision.request_id, usage)
             return web.Response(body=body, status=upstream.status, headers=_kept(upstream))
 
     async def _stream(
-        self, request: web.Request, upstream: aiohttp.ClientResponse, decision: Decision
+        self, request: web.Request, upstream: aiohttp.ClientResponse, exchange: _Exchange
     ) -> web.StreamResponse:
         # The first part is awaited before anything goes out: until then another worker can take
         # the request over.
         with _translated():
             part = await upstream.content.readany()
+        decision = exchange.decision
         self._router.first_token(decision.request_id)
         response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
-        tail = StreamTail()
+        stream = Stream()
         try:
             await response.prepare(request)
             while part:
                 await response.write(part)
-                tail.add(part)
+                stream.add(part)
                 part = await self._next_part(upstream, decision)
             await response.write_eof()
             if upstream.ok and upstream.content.exception() is None:
-                self._router.answered(decision.request_id, tail.usage())
+                exchange.num_tokens = stream.num_tokens
+                self._router.answered(decision.request_id, stream.usage())
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
@@ -171,12 +193,13 @@ class Proxy:
         message = "the worker went away in the middle of the answer"
         return error_event(ApiError(502, message, code="worker_lost"))
 
-    def _finish(self, decision: Decision) -> None:
-        self._router.abandon(decision.request_id, "no_whole_answer")
+    def _finish(self, exchange: _Exchange) -> None:
+        request_id = exchange.decision.request_id
+        self._router.abandon(request_id, "no_whole_answer")
         try:
-            self._router.finish(decision.request_id)
+            self._router.finish(request_id, exchange.num_tokens)
         except UnknownRequestError:
-            logger.debug("request %s had expired", decision.request_id)
+            logger.debug("request %s had expired", request_id)
 
 
 @contextmanager

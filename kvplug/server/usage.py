@@ -1,6 +1,6 @@
-"""What an answer says of the tokens that its prompt had, and how many of them were cached.
+"""How many tokens requests ask for, and what answers say of theirs and of the cached ones.
 
-In:  request bodies, answers, the last parts of streams.   Out: Usage, or None.
+In:  request bodies, answers, the parts of streams.   Out: Usage, numbers of tokens, or None.
 
 Nothing is added to a request: a stream carries its usage only if the client asked for it
 (`stream_options.include_usage`) or the engine always sends it.
@@ -18,6 +18,8 @@ from kvplug.audit.router import Usage
 
 # The chunk with the usage is the last one before [DONE]; vLLM's has about 500 bytes.
 _TAIL_BYTES = 8192
+_COMPLETION_TOKENS = 16
+_EVENT = b"\ndata:"
 # Fields with which an engine computes prompt tokens that it has cached, or counts other ones.
 _ODD_FIELDS = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "logprob_start_len")
 
@@ -28,6 +30,7 @@ class _Details(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -47,7 +50,20 @@ def usage_of(answer: bytes) -> Usage | None:
     if usage is None:
         return None
     details = usage.prompt_tokens_details
-    return Usage(usage.prompt_tokens, None if details is None else details.cached_tokens)
+    cached_tokens = None if details is None else details.cached_tokens
+    return Usage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
+
+
+def max_tokens_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """How long the answer may get; None if the body does not say, or nonsense.
+
+    OpenAI's default of a completion is 16, which vLLM 0.32 and SGLang 0.5.23 have, too.
+    """
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    asked = next((body[name] for name in names if body.get(name) is not None), None)
+    if asked is None and not is_chat:
+        return _COMPLETION_TOKENS
+    return asked if isinstance(asked, int) and asked > 0 else None
 
 
 def unauditable(body: Mapping[str, Any]) -> str | None:
@@ -66,15 +82,22 @@ def unauditable(body: Mapping[str, Any]) -> str | None:
     return None
 
 
-class StreamTail:
-    """The last bytes of a stream: add each part, then ask for the usage."""
+class Stream:
+    """Server-sent events of an answer: add each part, then ask for the usage and the length.
+
+    Only the last bytes are kept.
+    """
 
     def __init__(self) -> None:
         self._parts: deque[bytes] = deque()
         self._num_bytes = 0
+        # Of the last event's end: a part may begin in the middle of a word.
+        self._num_events, self._before = 0, b"\n"
 
     def add(self, part: bytes) -> None:
         """The next part, as it goes to the client."""
+        self._num_events += (self._before + part).count(_EVENT)
+        self._before = (self._before + part)[1 - len(_EVENT) :]
         self._parts.append(part)
         self._num_bytes += len(part)
         while self._num_bytes - len(self._parts[0]) >= _TAIL_BYTES:
@@ -87,3 +110,15 @@ class StreamTail:
             if field == b"data" and b'"usage"' in chunk and (usage := usage_of(chunk)):
                 return usage
         return None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer: as its usage says, else an event stands for a token."""
+        usage = self.usage()
+        if usage is not None and usage.completion_tokens is not None:
+            return usage.completion_tokens
+        return self._num_events - self._is_done
+
+    @property
+    def _is_done(self) -> bool:
+        return b"data: [DONE]" in b"".join(self._parts)

@@ -31,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from kvplug.engines.vllm import register
 
-BLOCK_SIZE, NUM_BLOCKS, SETTLE_LIMIT_S = 32, 64, 30.0
+BLOCK_SIZE, NUM_BLOCKS, SETTLE_LIMIT_S = 32, 64, 120.0
 
 
 class Following:

@@ -23,6 +23,7 @@ WAYS = {
     "with bounds checks": {"NUMBA_BOUNDSCHECK": "1"},
 }
 TESTS = ["tests/kernels", "tests/index", "tests/router/test_load.py", "tests/test_hashing.py"]
+TESTS += ["tests/router/test_decider.py", "tests/router/test_cache_sizes.py"]
 TESTS += ["tests/test_hash_schemes.py", "tests/test_records.py"]
 
 

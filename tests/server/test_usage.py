@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvplug.audit.router import Usage
-from kvplug.server.usage import StreamTail, unauditable, usage_of
+from kvplug.server.usage import Stream, max_tokens_of, unauditable, usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 
@@ -17,7 +17,7 @@ def body(usage):
 @pytest.mark.parametrize(
     ("answer", "usage"),
     [
-        (body(WITH), Usage(40, 32)),
+        (body(WITH), Usage(40, 32, 2)),
         (body({"prompt_tokens": 40, "prompt_tokens_details": None}), Usage(40, None)),
         (
             body({"prompt_tokens": 40, "prompt_tokens_details": {"image_tokens": 1}}),
@@ -44,28 +44,55 @@ def event(usage):
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
 def test_the_last_chunk_of_a_stream_counts(size):
     # vLLM's continuous_usage_stats: each chunk has a usage, only the last one with its details.
-    stream = event({"prompt_tokens": 40}) * 200 + event(WITH) + b"data: [DONE]\n\n"
-    tail = StreamTail()
-    for at in range(0, len(stream), size):
-        tail.add(stream[at : at + size])
-    assert tail.usage() == Usage(40, 32)
+    answer = event({"prompt_tokens": 40}) * 200 + event(WITH) + b"data: [DONE]\n\n"
+    stream = Stream()
+    for at in range(0, len(answer), size):
+        stream.add(answer[at : at + size])
+    assert stream.usage() == Usage(40, 32, 2)
+    assert stream.num_tokens == 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10**6])
+def test_without_usage_the_events_of_a_stream_are_its_tokens(size):
+    answer = event(None) * 30 + b"data: [DONE]\n\n"
+    stream = Stream()
+    for at in range(0, len(answer), size):
+        stream.add(answer[at : at + size])
+    assert stream.num_tokens == 30
+
+
+@pytest.mark.parametrize(
+    ("body", "is_chat", "expected"),
+    [
+        ({}, False, 16),
+        ({"max_tokens": 5}, False, 5),
+        ({"max_tokens": None}, False, 16),
+        ({}, True, None),
+        ({"max_tokens": 5}, True, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, True, 7),
+        ({"max_tokens": "many"}, True, None),
+        ({"max_tokens": 0}, False, None),
+    ],
+)
+def test_how_long_an_answer_may_get(body, is_chat, expected):
+    assert max_tokens_of(body, is_chat=is_chat) == expected
 
 
 def test_a_stream_without_usage_has_none():
-    tail = StreamTail()
-    assert tail.usage() is None
+    stream = Stream()
+    assert stream.usage() is None
     for part in (event(None), b'data: {"usage": nonsense}\n\n', b"data: [DONE]\n\n"):
-        tail.add(part)
-    assert tail.usage() is None
+        stream.add(part)
+    assert stream.usage() is None
 
 
 def test_only_the_end_of_a_stream_is_kept():
-    tail = StreamTail()
-    tail.add(event(WITH))
+    stream = Stream()
+    stream.add(event(WITH))
     for _ in range(1000):
-        tail.add(b"data: " + b"x" * 100 + b"\n\n")
-    assert tail.usage() is None
-    assert sum(map(len, tail._parts)) < 10_000
+        stream.add(b"data: " + b"x" * 100 + b"\n\n")
+    assert stream.usage() is None
+    assert sum(map(len, stream._parts)) < 10_000
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 In:  fleet, router, prompts.   Out: findings; a line in the log when one begins or ends.
 
 Engines are asked what they say of themselves when they come up, and every minute from then on.
+The router is told how many blocks they have room for.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class Diagnosis:
             facts = await self._prober.facts(worker.url)
             disagreement = await self._disagreement(worker)
             self._asked[worker.url] = _Asked(time.monotonic(), facts, disagreement)
+            if facts.num_blocks is not None:
+                self._router.set_cache_capacity(Rank(worker.url), facts.num_blocks)
 
     async def _disagreement(self, worker: Worker) -> Disagreement | None:
         for model, served in sorted(worker.models.items()):
@@ -139,6 +142,7 @@ class Diagnosis:
             uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
             block_size=self._router.index_of(Rank(worker.url)).block_size,
+            cache_size=self._router.cache_size(Rank(worker.url)),
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
             events=self._events_endpoint(worker),
             topic=worker.spec.topic,

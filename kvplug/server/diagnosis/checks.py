@@ -162,6 +162,15 @@ def _block_size(view: WorkerView) -> Found:
     yield Finding(view.url, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, cure)
 
 
+def _cache_capacity(view: WorkerView) -> Found:
+    size = view.cache_size
+    if size.problem is not None:
+        cure = f"the router goes by what the events tell, {size.capacity:g} blocks; check the "
+        cure += "engine's cache settings, and that events= is this engine's endpoint"
+        expected = "a capacity that its blocks fit into"
+        yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, cure)
+
+
 def _prefix_caching(view: WorkerView) -> Found:
     if view.facts.caches is False:
         cure = "start the engine with --enable-prefix-caching"
@@ -269,7 +278,15 @@ _OF_EVENTS: tuple[Callable[[WorkerView], Found], ...] = (
     *(_event_format, _hash_mismatch),
 )
 _OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
-    *(_block_size, _prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens),
+    *(
+        _block_size,
+        _cache_capacity,
+        _prefix_caching,
+        _tokenizer,
+        _no_tokenizer,
+        _data_parallel,
+        _cached_tokens,
+    ),
     _incorrect_routing,
 )
 _OF_FLEET: tuple[Callable[[Sequence[WorkerView]], Found], ...] = (_models_differ, _versions_differ)

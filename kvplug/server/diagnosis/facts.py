@@ -19,14 +19,15 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """caches: whether prefixes are cached; publishes: whether KV events are on; replays: whether
-    past events can be asked for; event_format: SGLang's; num_ranks: data-parallel ranks;
-    reports_cached: whether usage tells the cached tokens.
+    """num_blocks: what the device has room for; caches: whether prefixes are cached; publishes:
+    whether KV events are on; replays: whether past events can be asked for; event_format: SGLang's;
+    num_ranks: data-parallel ranks; reports_cached: whether usage tells the cached tokens.
     """
 
     engine: str = ""
     version: str | None = None
     block_size: int | None = None
+    num_blocks: int | None = None
     caches: bool | None = None
     publishes: bool | None = None
     replays: bool | None = None
@@ -65,6 +66,7 @@ class _Descriptor(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     page_size: int
+    max_total_num_tokens: int | None = None
     version: str | None = None
     dp_size: int = 1
     enable_cache_report: bool | None = None
@@ -97,9 +99,12 @@ def of_metrics(body: bytes) -> EngineFacts:
     found = _CACHE_CONFIG.search(body)
     labels = dict(_LABEL.findall(found[1].decode())) if found else {}
     size, caches = labels.get("block_size", ""), labels.get("enable_prefix_caching")
+    num_blocks = labels.get("num_gpu_blocks", "")
     return EngineFacts(
         engine="vllm" if found else "",
         block_size=int(size) if size.isdecimal() else None,
+        # vLLM keeps one block for itself, the null block, and counts it.
+        num_blocks=int(num_blocks) - 1 if num_blocks.isdecimal() else None,
         caches=caches == "True" if caches in ("True", "False") else None,
     )
 
@@ -111,10 +116,12 @@ def of_server_info(body: bytes) -> EngineFacts:
     # Without a tcp endpoint SGLang publishes, too, but describes no publisher.
     publishes = source is not None or settings.get("publisher", "null") != "null"
     replays = settings.get("replay_endpoint") is not None
+    num_tokens = info.max_total_num_tokens
     return EngineFacts(
         engine="sglang",
         version=info.version,
         block_size=(source and source.block_size) or info.page_size,
+        num_blocks=None if num_tokens is None else num_tokens // max(1, info.page_size),
         caches=not info.disable_radix_cache,
         publishes=publishes,
         replays=replays or (source is not None and source.replay_endpoint_port_base is not None),

@@ -24,6 +24,7 @@ class Code(StrEnum):
     REPLAY_OFF = "replay_off"
     EVENT_FORMAT = "event_format"
     BLOCK_SIZE = "block_size"
+    CACHE_CAPACITY = "cache_capacity"
     PREFIX_CACHING_OFF = "prefix_caching_off"
     HASH_MISMATCH = "hash_mismatch"
     NEVER_MATCHES = "never_matches"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvplug.audit.ledger import RankLedger
+from kvplug.router.cache_sizes import CacheSize
 from kvplug.server.diagnosis.facts import EngineFacts
 
 
@@ -41,7 +42,8 @@ class WorkerView:
     """One worker. models: name -> where it was loaded from.
 
     uses_events: whether the router goes by events at all;
-    block_size, num_ranks, topic: what the router goes by; events: the endpoint that it was given;
+    block_size, cache_size, num_ranks, topic: what the router goes by;
+    events: the endpoint that it was given;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
     hashes_alone: its engine hashes differ from the other workers' for equal blocks.
@@ -52,6 +54,7 @@ class WorkerView:
     uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
     block_size: int = 16
+    cache_size: CacheSize = field(default_factory=CacheSize)
     num_ranks: int = 1
     events: str | None = None
     topic: str = ""

@@ -5,6 +5,7 @@ from collections import Counter, deque
 import pytest
 
 from kvplug.audit.ledger import RankLedger
+from kvplug.router.cache_sizes import CacheSize
 from kvplug.server.diagnosis.checks import check_all
 from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code
@@ -117,6 +118,12 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             Code.BLOCK_SIZE,
             "7 blocks refused",
             "--block-size 16",
+        ),
+        (
+            {"cache_size": CacheSize(said=100, learned=300, problem="it holds 300 blocks")},
+            Code.CACHE_CAPACITY,
+            "300 blocks",
+            "what the events tell, 300 blocks",
         ),
         ({"facts": facts(caches=False)}, Code.PREFIX_CACHING_OFF, "off", "--enable-prefix"),
         ({"hashes_alone": True}, Code.HASH_MISMATCH, "equal blocks", "PYTHONHASHSEED"),

@@ -22,10 +22,12 @@ SOURCE = {
 }
 METRICS = (
     b'# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size="32",'
-    b'cache_dtype="auto",enable_prefix_caching="True",engine="0",hash_seed="a \\" quote"} 1.0\n'
+    b'cache_dtype="auto",enable_prefix_caching="True",engine="0",hash_seed="a \\" quote",'
+    b'num_gpu_blocks="160"} 1.0\n'
 )
 SERVER_INFO = {
     "page_size": 32,
+    "max_total_num_tokens": 4096,
     "version": "0.5.23",
     "dp_size": 1,
     "enable_cache_report": True,
@@ -62,7 +64,9 @@ def test_vllm_names_its_publishers(sources, publishes, replays, num_ranks):
 
 
 def test_vllm_names_the_settings_of_its_cache():
-    assert facts.of_metrics(METRICS) == EngineFacts(engine="vllm", block_size=32, caches=True)
+    assert facts.of_metrics(METRICS) == EngineFacts(
+        engine="vllm", block_size=32, num_blocks=159, caches=True
+    )
     assert facts.of_metrics(b"other_metric 1.0\n") == EngineFacts()
 
 
@@ -71,6 +75,7 @@ def test_sglang_says_it_all_in_one():
         engine="sglang",
         version="0.5.23",
         block_size=64,
+        num_blocks=128,
         caches=True,
         publishes=True,
         replays=False,
@@ -107,6 +112,8 @@ def test_what_is_no_answer_is_a_value_error(read, body):
 
 def test_later_answers_complete_earlier_ones():
     both = facts.of_version(b'{"version": "0.32.0"}').merged(facts.of_metrics(METRICS))
-    assert both == EngineFacts(engine="vllm", version="0.32.0", block_size=32, caches=True)
+    assert both == EngineFacts(
+        engine="vllm", version="0.32.0", block_size=32, num_blocks=159, caches=True
+    )
     assert both.merged(EngineFacts(caches=False)).caches is False
     assert both.merged(EngineFacts()) == both

@@ -112,3 +112,35 @@ async def test_engines_that_hash_otherwise_are_named(is_other):
         for worker in (first, second):
             worker.down_because = None
         assert (Code.HASH_MISMATCH in codes(service)) == is_other
+
+
+async def test_how_large_and_how_fast_an_engine_is_becomes_known():
+    async with routing() as (service, client):
+        [rank] = service.router.ranks
+        cache_size = service.router.cache_size
+        await until(lambda: cache_size(rank).source == "given", "the engine has been asked")
+        for prompt in PROMPTS:
+            body = {"model": "simulated", "prompt": prompt, "max_tokens": 4, "stream": True}
+            async with client.post("/v1/completions", json=body) as response:
+                assert (await response.read()).count(b"data:") > 4
+        await ask_all(client, [[99] * 20])  # a whole answer
+        async with client.get("/health") as response:
+            [worker] = (await response.json())["workers"]
+        assert worker["cache"]["capacity"] == config().scheduler.num_gpu_blocks - 1
+        assert worker["cache"]["capacity_source"] == "given"
+        assert worker["model"]["observed_first_tokens"] > 0
+        assert worker["model"]["observed_answers"] > 0
+        async with client.get("/metrics") as response:
+            text = await response.text()
+        assert f'kvplug_cache_capacity_blocks{{worker="{rank.worker}"}} 64.0' in text
+
+
+async def test_a_capacity_that_cannot_be_is_named():
+    async with routing() as (service, client):
+        [rank] = service.router.ranks
+        cache_size = service.router.cache_size
+        await until(lambda: cache_size(rank).source == "given", "the engine has been asked")
+        service.router.set_cache_capacity(rank, 1)
+        await ask_all(client)
+        await until(lambda: Code.CACHE_CAPACITY in codes(service), "it holds more")
+        assert cache_size(rank).source == "learned"
