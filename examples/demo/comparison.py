@@ -5,7 +5,7 @@ In:  the kind of engine, how many requests.   Out: the results of each policy.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -19,14 +19,7 @@ from examples.demo.report import PolicyResult, print_report
 from examples.demo.router_process import RouterProcess
 from examples.demo.workload import MAX_TOKENS, ChatRequest, chat_request, make_requests
 
-# Each with the router flags that go with it. Answers are short here, so nearly all work is
-# prefill, and it gets the weight of the four requests that may be in flight. With the default of
-# 1, one request in flight weighs as much as the prefill of a whole document, so that documents
-# move to the idler engine: measured, 70 % of the prompt tokens were cached instead of 87 %.
-POLICIES: Mapping[str, Sequence[str]] = {
-    "round_robin": (),
-    "kv": ("--kv-overlap-score-weight", "4"),
-}
+POLICIES = ("round_robin", "kv")
 STOP_LIMIT_S = 5.0
 
 
@@ -80,7 +73,6 @@ def measure(
         fleet.engines,
         model_dir=fleet.tokenizer_dir,
         log_dir=log_dir,
-        extra_flags=POLICIES[policy],
     )
     with router_process as router:
         router.wait_ready()

@@ -32,7 +32,7 @@ class Fleet:
 
 
 def simulated(log_dir: Path) -> Fleet:
-    """Four simulated engines: 32 documents of about 41 blocks, caches of 480."""
+    """Four simulated engines: 32 documents of about 41 blocks fill nine tenths of their caches."""
     tokenizer_dir = ensure_tiny_tokenizer()
     settings = SimSettings(tokenizer_dir=tokenizer_dir)
     return Fleet(

@@ -18,7 +18,7 @@ class SimSettings:
     """What a simulated engine is started with; the time model is that of a small accelerator."""
 
     tokenizer_dir: Path
-    num_gpu_blocks: int = 480
+    num_gpu_blocks: int = 361
     max_model_len: int = 2048
     block_size: int = 16
     prefill_tokens_per_s: float = 8000.0
