@@ -204,7 +204,8 @@ def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U
     """Lower the costs of copying a prefix that has the traffic of a rank for each of its copies."""
     costs, num_found = f64_of(bundle, COSTS), f64_of(bundle, FOUND)
     f64_of(bundle, TRAFFIC)[costing.ASKED_BLOCKS] = 0.0
-    num_blocks = num_found[_cheapest(candidates, costs)]
+    cheapest = _cheapest(candidates, costs)
+    num_blocks, least = num_found[cheapest], costs[cheapest]
     if num_blocks < 1.0 or len(candidates) < 2:
         return
     share, num_copies = _popularity(request, num_blocks, bundle), 0
@@ -216,7 +217,8 @@ def _encourage_copies(request: Request, candidates: I64, fleet: Fleet, bundle: U
     copy = Found(num_blocks, num_blocks, 0.0)
     for i in range(len(candidates)):
         rank = candidates[i]
-        if num_found[rank] < num_blocks:
+        # Even for nothing, a copy is no cheaper than _SHARE_OF_POPULAR of its cost.
+        if num_found[rank] < num_blocks and _SHARE_OF_POPULAR * costs[rank] < least:
             with_copy = costing.times_of(ranks, rank, request.prompt, fleet, waits[rank], copy)
             costs[rank] -= (1.0 - _SHARE_OF_POPULAR) * (costs[rank] - with_copy.fleet)
 

@@ -69,12 +69,12 @@ class Answer(NamedTuple):
         return np.inf if self.max_tokens is None else float(self.max_tokens)
 
 
-class _Requests(NamedTuple):
+class _Requests(msgspec.Struct, gc=False):
     """As the kernel takes them: tokens of all, where each ends, their hashes."""
 
     tokens: Tokens
     ends: I64
-    seed: np.uint64
+    seed: int
     hashes: Hashes
     now_s: float
     answer_tokens: float
@@ -190,11 +190,11 @@ class Decider:
         self, stages: int, requests: _Requests, section: Section, candidates: I64, out: F64
     ) -> int:
         """How many of the requests are done."""
-        arrays, random_ = self._arrays_of(section), np.uint64(self._random.getrandbits(64))
-        tokens, ends, seed, hashes, now_s, answer_tokens = requests
+        arrays, random_ = self._arrays_of(section), self._random.getrandbits(63)
         return int(routing.route(
-            stages, tokens, ends, section.block_size, seed, now_s, random_, answer_tokens,
-            candidates, arrays.index, arrays.fleet, hashes, arrays.held, out,
+            stages, requests.tokens, requests.ends, section.block_size, requests.seed,
+            requests.now_s, random_, requests.answer_tokens, candidates, arrays.index,
+            arrays.fleet, requests.hashes, arrays.held, out,
         ))  # fmt: skip
 
     def _make_room(self, section: Section, candidates: I64, num_blocks: int) -> None:
@@ -215,8 +215,7 @@ class Decider:
         while done < len(prompts):
             first, first_hash = (int(e[done - 1]) if done else 0 for e in (ends, hash_ends))
             rest = _Requests(
-                tokens[first:], ends[done:] - first, np.uint64(seed), hashes[first_hash:], now_s,
-                answer.limit,
+                tokens[first:], ends[done:] - first, seed, hashes[first_hash:], now_s, answer.limit
             )  # fmt: skip
             rest_out = outs[done:].reshape(-1)
             done += self._call_kernel(routing.BOTH, rest, section, candidates, rest_out)
@@ -265,5 +264,6 @@ def _requests(prompt: Prompt, section: Section, now_s: float, answer: Answer) ->
     hashes, tokens = prompt.known_hashes(section.index.hasher), NO_TOKENS
     if hashes is None:
         hashes, tokens = np.empty(len(prompt) // section.block_size, np.uint64), prompt.tokens
-    ends = np.array((len(prompt),))
-    return _Requests(tokens, ends, np.uint64(prompt.seed), hashes, now_s, answer.limit)
+    ends = np.empty(1, dtype=np.int64)
+    ends[0] = len(prompt)  # half the time of np.array
+    return _Requests(tokens, ends, prompt.seed, hashes, now_s, answer.limit)

@@ -83,7 +83,8 @@ class Twin:
             if self.is_popular(hashes, found, found[best_at][0]):
                 copy = [(found[best_at][0], found[best_at][0], 0.0)] * len(ranks)
                 for r, (_, cheap) in enumerate(twins.fleet_costs(*request, copy)):
-                    if found[r][0] < found[best_at][0]:
+                    could_win = SHARE_OF_POPULAR * costs[r] < best
+                    if found[r][0] < found[best_at][0] and could_win:
                         costs[r] = cheap + SHARE_OF_POPULAR * (costs[r] - cheap)
         else:
             overlap = self.router.index.overlap(hashes, now_ms / 1e3)
