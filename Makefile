@@ -54,9 +54,9 @@ test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks
 test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; real SGLang, served
 	$(BIN)/pytest -q -m engine --durations 5
 
-.PHONY: bench-thin
-bench-thin: $(READY)  ## routing one request beside Dynamo's hashing and matching; bench-results/thin.json
-	$(BIN)/python -m tests.benchmarks.thin
+.PHONY: bench-router
+bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json
+	$(BIN)/python -m tests.benchmarks.router $(if $(ONLY),--only $(ONLY))
 
 .PHONY: audit
 audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
