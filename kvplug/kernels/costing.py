@@ -168,6 +168,16 @@ def _decoding_ms(ranks: F64, rank: Index, prompt: Prompt, answer: float, over: f
 
 
 @inlined
+def _num_evicted(filled: float, num_new: float, num_blocks: float, capacity: float) -> float:
+    """Blocks that make room for those that a prompt brings. What was over before it came counts by
+    the share of the prompt that is new: whoever brings little waits behind it, and adds nothing.
+    """
+    before = max(0.0, filled - capacity)
+    own = max(0.0, filled + num_new - capacity) - before
+    return own + before * min(1.0, num_new / max(1.0, num_blocks))
+
+
+@inlined
 def times_of(
     ranks: F64, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
 ) -> Times:
@@ -186,8 +196,10 @@ def times_of(
     capacity = capacity_of_rank(ranks, rank, fleet.capacity)
     answer = fleet.answer_tokens
     new_blocks = prompt.num_blocks - found.num_on_device + answer / prompt.block_size
-    filled = filled_blocks(ranks, rank) + new_blocks
-    evicted = fleet.reuse * fleet.block_ms * max(0.0, filled - capacity)
+    filled = filled_blocks(ranks, rank)
+    num_evicted = _num_evicted(filled, new_blocks, prompt.num_blocks, capacity)
+    evicted = fleet.reuse * fleet.block_ms * num_evicted
+    filled += new_blocks
     # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
     delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
     over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity

@@ -104,7 +104,7 @@ def test_the_worked_example_of_the_docs():
     }  # fmt: skip
     _, own, cost = fleet_costs([holder, other], traffic, 0.0, 816, 16, np.inf, [MOST, NOTHING])
     assert own.tolist() == pytest.approx([73.6, 83.6])
-    assert cost.tolist() == pytest.approx([193.92, 450.32])
+    assert cost.tolist() == pytest.approx([103.57, 450.32], abs=0.005)
 
 
 def test_an_idle_empty_fleet_costs_the_prefill():

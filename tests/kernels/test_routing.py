@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvplug import BlockRemoved, BlockStored, EngineModel, EventBatch, Rank, Router, RouterConfig
 from kvplug.events import Tier
+from kvplug.kernels.forecast import CHUNK
 from tests.kernels import twins
 from tests.kernels.test_forecast import Reference
 
@@ -121,6 +122,8 @@ class Twin:
             capacity = max(rank["capacity_blocks"] or usual, rank["resident_blocks"])
             if self.config.cost == "ms" and filled[number] > capacity:
                 then = self.forecasts[number].num_held(hashes.tolist())
+                if then < anywhere + CHUNK:
+                    then = min(then, anywhere)
                 lower, lost = anywhere - device, max(0, device - then)
                 row = (then, then, 0.0)
                 if lower:

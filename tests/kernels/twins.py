@@ -105,7 +105,10 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         busy = r["busy_ms"] if r["num_running"] > r["num_waiting"] else 0.0
         own = wait + r["fixed_ms"] + busy + prefill
         stored = num_blocks - num_on_device + answer / size
-        evicted = reuse * block_ms * max(0.0, there + stored - room)
+        before = max(0.0, there - room)
+        over = max(0.0, there + stored - room) - before
+        over += before * min(1.0, stored / max(1.0, num_blocks))
+        evicted = reuse * block_ms * over
         delayed = behind * min(1.0, (there + stored) / room)
         step = r["step_ms"] + r["sequence_ms"] * r["num_running"]
         step += r["context_ms"] * r["context_tokens"]
