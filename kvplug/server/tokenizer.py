@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 from kvplug.errors import TokenizerError
 from kvplug.server.chat_messages import Json, flag, refusal
 from kvplug.server.chat_template import ChatTemplates
+from kvplug.server.piece_encoder import PieceEncoder
 
 if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
     from kvplug.hashing import Tokens
@@ -76,7 +77,7 @@ class PromptTokenizer:
         self, backend: Tokenizer, templates: ChatTemplates, special_tokens: Mapping[str, str]
     ) -> None:
         """Use from_folder; special_tokens are the template's variables: bos_token and so on."""
-        self._backend = backend
+        self._backend, self._encoder = backend, PieceEncoder(backend)
         self._templates = templates
         self._special_tokens = special_tokens
 
@@ -121,9 +122,8 @@ class PromptTokenizer:
         limit = _limit(body) if body.get("truncation_side") is None else None
         try:
             if limit is None:
-                encoding = self._backend.encode(text, add_special_tokens=with_special)
-            else:
-                encoding = self._encode_end(text, limit, with_special)
+                return _cut(self._encoder.encode(text, with_special=with_special), body)
+            encoding = self._encode_end(text, limit, with_special)
         except Exception as error:
             # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
             raise TokenizerError(f"cannot tokenize a text: {error}") from error

@@ -1,0 +1,135 @@
+"""Token ids piece by piece are those of the whole text."""
+
+import random
+from pydoc_data.topics import topics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from kvplug.server import piece_encoder
+from kvplug.server.piece_encoder import PieceEncoder
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def split_by(words):
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+LLAMA3, QWEN2 = sorted(piece_encoder._WORDS, key=len, reverse=True)
+PRE_TOKENIZERS = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama3": split_by(LLAMA3),
+    "qwen2": split_by(QWEN2),
+}
+
+
+def train(pre_tokenizer, *, normalizer=None, added=()):
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    trainer = BpeTrainer(
+        vocab_size=1500, special_tokens=["<s>", "<|im_end|>"], initial_alphabet=ALPHABET,
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([topics[name] for name in sorted(topics)[:30]], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+ADDED = (
+    AddedToken("word", lstrip=True), AddedToken("only", single_word=True),
+    AddedToken("<think>", rstrip=True), AddedToken("caf\u00e9", normalized=True),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backends():
+    plain = {name: train(each) for name, each in PRE_TOKENIZERS.items()}
+    nfc = train(PRE_TOKENIZERS["qwen2"], normalizer=normalizers.NFC(), added=ADDED)
+    return {**plain, "added": nfc}
+
+
+words = st.sampled_from(
+    [
+        *("a", " a", " word", "word", " only", "only", "only ", "<think>", " <think> ", "<s>"),
+        *(" ", "  ", "\n", " \n ", "\t", "'s", "'", " 12", "3456", "x1", ".", ", ", ") b", "cafe"),
+        *("\u0301", " e\u0301", "\u00e9", "漢字", "🙂", "\u2028", "Ab", "<|im_end|>", "im_end|>"),
+    ]
+)
+
+
+@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
+@given(parts=st.lists(words, max_size=60), with_special=st.booleans())
+def test_pieces_give_the_ids_of_the_whole(backends, monkeypatch_piece, name, parts, with_special):
+    text, backend = "".join(parts), backends[name]
+    encoder = PieceEncoder(backend)
+    assert encoder.cuts
+    expected = backend.encode(text, add_special_tokens=with_special).ids
+    for _ in range(2):  # the second time from memory
+        assert encoder.encode(text, with_special=with_special).tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_piece():
+    """Pieces of a few characters, so that short texts are cut often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piece_encoder, "PIECE_CHARS", 3)
+        yield
+
+
+@pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
+def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(backends, name):
+    backend, encoder = backends[name], PieceEncoder(backends[name])
+    long_text = "".join(topics[topic] for topic in sorted(topics)[:20])
+    for end in random.Random(1).sample(range(20_000, len(long_text)), 10):
+        text = long_text[:end] + " and something else"
+        expected = backend.encode(text, add_special_tokens=True).ids
+        assert encoder.encode(text, with_special=True).tolist() == expected
+    info = encoder._ids_of.cache_info()
+    assert info.hits > 3 * info.misses > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace()),
+        lambda t: setattr(t, "pre_tokenizer", split_by(r"\w+ \w+|.")),
+        lambda t: setattr(t, "normalizer", normalizers.Lowercase()),
+        lambda t: t.add_tokens(["new york"]),
+        lambda t: t.add_tokens([AddedToken("end", rstrip=True)]),
+        lambda t: setattr(
+            t,
+            "post_processor",
+            processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 0)]),
+        ),
+    ],
+)
+def test_tokenizers_that_look_across_a_cut_get_the_whole_text(change):
+    backend = train(PRE_TOKENIZERS["gpt2"])
+    change(backend)
+    encoder = PieceEncoder(backend)
+    assert not encoder.cuts
+    text = "in new york. and the end of it " * 100
+    expected = backend.encode(text, add_special_tokens=True).ids
+    assert encoder.encode(text, with_special=True).tolist() == expected
+
+
+def test_a_tokenizer_that_rolls_dice_is_asked_each_time():
+    backend = train(PRE_TOKENIZERS["gpt2"])
+    backend.model = BPE(dropout=0.1)
+    assert not PieceEncoder(backend).cuts
