@@ -109,7 +109,7 @@ def _find_then(request: Request, rank: Index, found: Found, bundle: U64) -> Foun
     then = np.float64(forecast.num_held(forecast_of(bundle), rank, request.hashes))
     # The forecast goes by chunks: within one, what is there now is better known.
     if then < found.num_blocks + forecast.CHUNK:
-        then = min(then, found.num_blocks)
+        then = np.float64(min(then, found.num_blocks))
     if found.num_blocks <= found.num_on_device:
         return Found(then, then, 0.0)
     num_lower = found.num_blocks - found.num_on_device

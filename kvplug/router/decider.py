@@ -12,7 +12,7 @@ import random
 import uuid
 from collections.abc import Collection
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -74,7 +74,7 @@ class _Requests(msgspec.Struct, gc=False):
 
     tokens: Tokens
     ends: I64
-    seed: int
+    seed: Any  # an int: a kernel takes it in less time than np.uint64
     hashes: Hashes
     now_s: float
     answer_tokens: float
@@ -190,7 +190,8 @@ class Decider:
         self, stages: int, requests: _Requests, section: Section, candidates: I64, out: F64
     ) -> int:
         """How many of the requests are done."""
-        arrays, random_ = self._arrays_of(section), self._random.getrandbits(63)
+        arrays = self._arrays_of(section)
+        random_: Any = self._random.getrandbits(63)  # as `seed`
         return int(routing.route(
             stages, requests.tokens, requests.ends, section.block_size, requests.seed,
             requests.now_s, random_, requests.answer_tokens, candidates, arrays.index,

@@ -89,8 +89,8 @@ def _can_be_cut(settings: dict[str, Any]) -> bool:
 def _splits_there(pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether a word always begins where a text is cut."""
     match pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False}:
-            return bool(pre_tokenizer.get("use_regex", True))
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": uses_words}:
+            return bool(uses_words)
         case {
             "type": "Sequence",
             "pretokenizers": [
