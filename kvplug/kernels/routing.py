@@ -42,6 +42,8 @@ SCORE, ACCOUNT, BOTH = 1, 2, 3
     HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, NUM_OUT,
 ) = range(15)  # fmt: skip
 
+# A prompt counts as on its way for its time in the queue, but a prediction may be wrong.
+_LONGEST_QUEUE_S = 30.0
 _BASE_SEED, _NO_PARENT = np.uint64(1337), np.uint64(0)  # kvplug/hashing.py
 _11, _27, _30, _31 = (np.uint64(n) for n in (11, 27, 30, 31))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64 (Steele, Lea, Flood 2014)
@@ -126,9 +128,9 @@ def _can_account(request: Request, rank: Index, bundle: U64) -> bool:
 
 
 @inlined
-def _expect(request: Request, rank: Index, depth: Index, bundle: U64) -> None:
-    """The rank is about to hold the prompt. What events do not confirm is renewed by each request
-    that has it.
+def _expect(request: Request, rank: Index, depth: Index, own_ms: float, bundle: U64) -> None:
+    """The rank is about to hold the prompt, once it has come to it in `own_ms`. What events do not
+    confirm is renewed by each request that has it.
     """
     settings, ring = f64_of(bundle, scoring.SETTINGS), _expected_ring(bundle)
     first = np.int64(depth if settings[scoring.USES_EVENTS] > 0 else 0)
@@ -137,9 +139,13 @@ def _expect(request: Request, rank: Index, depth: Index, bundle: U64) -> None:
         at = i64_of(bundle, scoring.INDEX_RANKS)[rank]
         ring.state[expiring.NUM_LOST] += len(request.hashes) - last
         max_expired = last - first + np.int64(settings[scoring.MAX_MORE_EXPIRED])
+        queued_s = (
+            min(1e-3 * own_ms, _LONGEST_QUEUE_S) if settings[scoring.USES_EVENTS] > 0 else 0.0
+        )
+        ttl_s = settings[scoring.EXPECTED_TTL_S] + queued_s
         expiring.insert_blocks(
             u64_of(bundle, scoring.EXPECTED_SLOTS), ring, at, request.now_s,
-            settings[scoring.EXPECTED_TTL_S], max_expired, request.hashes[first:last],
+            ttl_s, max_expired, request.hashes[first:last],
         )  # fmt: skip
 
 
@@ -200,7 +206,7 @@ def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64)
         f64_of(bundle, scoring.TRAFFIC), 1e3 * request.now_s, out[PREFILL], prompt.num_blocks,
         prompt.num_blocks - coming,
     )  # fmt: skip
-    _expect(request, rank, np.int64(out[DEPTH]), bundle)
+    _expect(request, rank, np.int64(out[DEPTH]), out[OWN], bundle)
 
 
 @kernel(

@@ -172,8 +172,9 @@ class ReplayEngine:
     def _start(self, job: Job) -> CacheEvent | None:
         request, size = job.request, self.spec.block_size
         prompt = request.blocks.tolist()
+        num_cached = self.cache.num_hits(prompt)
         # The last token is computed in any case, for the first of the answer.
-        num_hits = min(self.cache.num_hits(prompt), (request.num_tokens - 1) // size)
+        num_hits = min(num_cached, (request.num_tokens - 1) // size)
         blocks = prompt + request.answer_blocks.tolist()
         evicted = self.cache.admit(blocks, num_hits)
         if evicted is None:
@@ -181,8 +182,10 @@ class ReplayEngine:
         self._blocks[job] = blocks
         job.num_hit_tokens = num_hits * size
         job.tokens_left = request.num_tokens - job.num_hit_tokens
-        stored = np.array(blocks[num_hits:], dtype=np.uint64)
-        return CacheEvent(evicted, stored, prompt[num_hits - 1] if num_hits else None)
+        # The last block of a prompt that is all there is computed again, but not stored again.
+        first = num_hits if num_cached and prompt[num_cached - 1] in evicted else num_cached
+        stored = np.array(blocks[first:], dtype=np.uint64)
+        return CacheEvent(evicted, stored, prompt[first - 1] if first else None)
 
     def _prefill(self) -> tuple[int, list[Job]]:
         budget = self.spec.max_num_batched_tokens - len(self._decoding)
