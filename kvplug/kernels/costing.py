@@ -38,7 +38,7 @@ ASKED_BLOCKS = 8  # of the request at hand: leading blocks whose popularity was 
 TRAFFIC_WIDTH = 9
 
 # A queue is priced as if the fleet were busy nine tenths of the time at most: at 1 a price has no
-# bound, and 0.8 or 0.95 instead made no difference that could be measured (docs/decisions.md).
+# bound, and 0.8 or 0.95 instead made no difference that could be measured.
 _MAX_UTILISATION = 0.9
 # To evict for a prompt here while another rank has room for it costs what is evicted twice: it
 # comes back, and evicts again.
