@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -37,7 +38,7 @@ _WORDS: Final = frozenset(
 
 
 class PieceEncoder:
-    """encode a text; `cuts` tells whether pieces are kept."""
+    """encode a text; num_new_characters of one. `cuts`: whether pieces are kept. Thread-safe."""
 
     def __init__(self, backend: Tokenizer) -> None:
         """The tokenizer must not change from now on."""
@@ -45,7 +46,8 @@ class PieceEncoder:
         leading = _leading_special_ids(backend)
         self.cuts = leading is not None and _can_be_cut(json.loads(backend.to_str()))
         self._leading: U32 = np.array(leading or [], dtype=np.uint32)
-        self._ids_of = lru_cache(MAX_PIECES)(self._encode_piece)
+        self._known: OrderedDict[str, U32] = OrderedDict()  # the piece used longest ago comes first
+        self._lock = threading.Lock()
 
     def encode(self, text: str, *, with_special: bool) -> U32:
         """Token ids of a text; what the tokenizer raises for one that has none."""
@@ -55,8 +57,25 @@ class PieceEncoder:
         leading = self._leading if with_special else self._leading[:0]
         return np.concatenate([leading, *map(self._ids_of, _pieces(text))])
 
-    def _encode_piece(self, piece: str) -> U32:
-        return np.array(self._backend.encode(piece, add_special_tokens=False).ids, dtype=np.uint32)
+    def num_new_characters(self, text: str) -> int:
+        """How much of a text has to be tokenized: what takes time, a megabyte in 0.1 to 1 s."""
+        if not self.cuts:
+            return len(text)
+        return sum(len(piece) for piece in _pieces(text) if piece not in self._known)
+
+    def _ids_of(self, piece: str) -> U32:
+        with self._lock:
+            ids = self._known.get(piece)
+            if ids is not None:
+                self._known.move_to_end(piece)
+                return ids
+        encoding = self._backend.encode(piece, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        with self._lock:
+            self._known[piece] = ids
+            if len(self._known) > MAX_PIECES:
+                self._known.popitem(last=False)
+        return ids
 
 
 def _pieces(text: str) -> Iterator[str]:

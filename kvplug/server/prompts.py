@@ -20,9 +20,10 @@ from kvplug.server.tokenizer import PromptTokenizer, token_id_prompts
 
 logger = logging.getLogger(__name__)
 
-# Short prompts are tokenized on the event loop (well under a millisecond); longer ones in a
-# thread, where the tokenizer releases the GIL.
+# What is short, or short but for what is remembered, is tokenized on the event loop (well under a
+# millisecond); the rest in a thread, where the tokenizer releases the GIL.
 _INLINE_CHARACTERS = 4096
+_MAX_REMEMBERED_CHARACTERS = 2**19
 
 
 class Reason(StrEnum):
@@ -85,7 +86,10 @@ class Prompts:
             if tokenizer is None:
                 self._note(Reason.NO_TOKENIZER)
                 return None
-            if size <= _INLINE_CHARACTERS:
+            num_new = size
+            if _INLINE_CHARACTERS < size <= _MAX_REMEMBERED_CHARACTERS:
+                num_new = tokenizer.num_new_characters(body, is_chat=is_chat)
+            if num_new <= _INLINE_CHARACTERS:
                 return _tokenize(tokenizer, body, is_chat)
             return await asyncio.to_thread(_tokenize, tokenizer, body, is_chat)
         except TokenizerError as error:

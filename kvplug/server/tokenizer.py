@@ -113,6 +113,15 @@ class PromptTokenizer:
         texts: list[str] = prompt if isinstance(prompt, list) else [str(prompt)]
         return [self._encode(text, body, with_special) for text in texts]
 
+    def num_new_characters(self, body: Mapping[str, Any], *, is_chat: bool) -> int:
+        """How much of the (first) prompt of a body is not remembered from earlier ones."""
+        if is_chat:
+            text = self._templates.render(body, self._special_tokens)
+        else:
+            prompt = body.get("prompt")
+            text = str(prompt[0] if isinstance(prompt, list) else prompt)
+        return self._encoder.num_new_characters(text)
+
     def chat(self, body: Mapping[str, Any]) -> Tokens:
         """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
         text = self._templates.render(body, self._special_tokens)

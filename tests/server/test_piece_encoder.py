@@ -99,8 +99,17 @@ def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(backends, n
         text = long_text[:end] + " and something else"
         expected = backend.encode(text, add_special_tokens=True).ids
         assert encoder.encode(text, with_special=True).tolist() == expected
-    info = encoder._ids_of.cache_info()
-    assert info.hits > 3 * info.misses > 0
+    assert encoder.num_new_characters(text) == 0
+    assert 0 < encoder.num_new_characters(long_text[:20_000] + "new " * 20) < 2500
+
+
+def test_only_so_many_pieces_are_kept(backends, monkeypatch):
+    monkeypatch.setattr(piece_encoder, "MAX_PIECES", 3)
+    encoder = PieceEncoder(backends["gpt2"])
+    texts = [f"text{number}" for number in range(5)]
+    for text in [texts[0], *texts]:
+        encoder.encode(text, with_special=False)
+    assert [encoder.num_new_characters(text) > 0 for text in texts] == [True] * 2 + [False] * 3
 
 
 @pytest.mark.parametrize(
