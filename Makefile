@@ -75,6 +75,15 @@ bench-ingest: $(READY)  ## raw stock frames to the index beside Dynamo's Selecti
 bench-index: $(READY)  ## the index beside Dynamo's RadixTree, ratios to reach; ONLY=metric,metric TRACES=folder; bench-results/index.json
 	$(BIN)/python -m tests.benchmarks.index --traces $(TRACES) $(if $(ONLY),--only $(ONLY))
 
+.PHONY: sim-heimdall
+sim-heimdall: $(READY)  ## Heimdall's published example in virtual time, calibrated on its random row; about 10 minutes; bench-results/sim-heimdall.json, .png
+	$(BIN)/python -m tests.benchmarks.sim_heimdall
+
+.PHONY: bench-outcome
+bench-outcome: SEEDS ?= 5
+bench-outcome: $(READY)  ## what users see with each router, on simulated engines; hours: ONLY=name,name SEEDS=5 TRACES=folder; bench-results/outcome.json
+	$(BIN)/python -m tests.benchmarks.outcome --traces $(TRACES) --seeds $(SEEDS) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: soak-index
 soak-index: SECONDS = 180
 soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, flat memory
@@ -97,6 +106,14 @@ bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; min
 .PHONY: chaos
 chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault
 	$(BIN)/python -m tests.chaos
+
+.PHONY: sim-mooncake
+sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; TRACES=folder SEEDS=N; bench-results/sim-mooncake.json
+	$(BIN)/python -m tests.benchmarks.sim_mooncake --traces $(TRACES) $(if $(SEEDS),--seeds $(SEEDS))
+
+.PHONY: sim-sweep
+sim-sweep: $(READY)  ## kv against its best weight in 32 scenarios, in virtual time; ONLY=part,part SEEDS=N; half an hour; bench-results/sim-sweep.json
+	$(BIN)/python -m tests.benchmarks.sim_sweep $(if $(ONLY),--only '$(ONLY)') $(if $(SEEDS),--seeds $(SEEDS))
 
 .PHONY: clean
 clean:  ## remove what was built in the checkout; the engine cache stays

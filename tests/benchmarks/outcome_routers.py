@@ -1,0 +1,166 @@
+"""The routers of `make bench-outcome`: kvplug's and its peers, each from PyPI, as users start them.
+
+In:  a router's name, engines.   Out: a URL in front of them.
+
+A router has its defaults; what is set is the engines' addresses, where events are, and how often a
+router looks whether the engines are up before it starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final
+
+from examples.demo.child_process import ChildProcess
+from examples.demo.endpoint import LOOPBACK, Endpoint
+from examples.demo.engine_server import MODEL_NAME
+from tests.benchmarks.environments import cached_python
+from tests.benchmarks.outcome_fleet import ENV, START_LIMIT_S, Engine, Fleet
+from tests.benchmarks.outcome_requests import BLOCK_SIZE, Form, tokenizer_folder
+
+VLLM_ROUTER, SMG = "vllm-router==0.1.17", "smg==1.13.0"
+
+Command = Callable[[Sequence[Engine], int, int], list[str]]
+"""Of engines, a port to listen on, and another one that may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """`is_ready`: whether it routes to so many engines. `refuses` says why it cannot run a form of
+    requests. kvplug with its defaults is compared with the peers.
+    """
+
+    name: str
+    command: Command
+    is_ready: Callable[[Endpoint, int], bool]
+    is_peer: bool = False
+    refuses: Mapping[Form, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A router that takes requests."""
+
+    process: ChildProcess
+    url: str
+
+
+@contextmanager
+def running(router: Router, fleet: Fleet, log_dir: Path) -> Iterator[Running]:
+    """A router that routes to all engines; it is killed at the end."""
+    port, other_port = fleet.router_ports
+    endpoint = Endpoint(port)
+    command = router.command(fleet.engines, port, other_port)
+    process = ChildProcess(router.name, command, log_path=log_dir / f"{router.name}.log", env=ENV)
+    try:
+        process.start()  # while the engines start: both take seconds
+        fleet.wait_ready()
+        process.wait_until(
+            lambda: router.is_ready(endpoint, len(fleet.engines)),
+            "route to all engines",
+            timeout_s=START_LIMIT_S,
+        )
+        yield Running(process, endpoint.url)
+    finally:
+        process.kill()
+
+
+def _kvplug(*flags: str) -> Command:
+    def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
+        workers = [f"{e.endpoint.url},events={e.events},replay={e.replay}" for e in engines]
+        return [
+            *(sys.executable, "-m", "kvplug.router", "--host", LOOPBACK, "--port", str(port)),
+            *("--tokenizer", str(tokenizer_folder())),
+            *(f"--worker={worker}" for worker in workers),
+            *flags,
+        ]
+
+    return command
+
+
+def _vllm_router(policy: str) -> Command:
+    def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
+        events = [
+            *("--kv-event-model", MODEL_NAME, "--kv-event-block-size", str(BLOCK_SIZE)),
+            *(f"--kv-event-source={e.endpoint.url}={e.events}" for e in engines),
+            *(f"--kv-event-replay-source={e.endpoint.url}={e.replay}" for e in engines),
+        ]
+        return [
+            str(
+                cached_python(VLLM_ROUTER.replace("==", "-"), VLLM_ROUTER).with_name("vllm-router")
+            ),
+            *("--host", LOOPBACK, "--port", str(port), "--policy", policy, "--worker-urls"),
+            *(e.endpoint.url for e in engines),
+            *("--worker-startup-check-interval", "1", "--prometheus-port", str(other_port)),
+            *("--log-level", "warning"),
+            *(events if policy == "kv_aware" else ()),
+        ]
+
+    return command
+
+
+def _smg(policy: str) -> Command:
+    def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
+        return [
+            *(str(cached_python(SMG.replace("==", "-"), SMG).with_name("smg")), "launch"),
+            *("--host", LOOPBACK, "--port", str(port), "--policy", policy, "--backend", "vllm"),
+            *("--worker-urls", *(e.endpoint.url for e in engines)),
+            *("--worker-startup-check-interval", "1", "--prometheus-port", str(other_port)),
+            *("--log-level", "warn"),
+        ]
+
+    return command
+
+
+def _asked(endpoint: Endpoint, path: str) -> Any:
+    """The body of a good answer, {} if it is no JSON; None if nobody answers."""
+    try:
+        reply = endpoint.get(path)
+    except (OSError, HTTPException):
+        return None
+    return (reply.body or {}) if reply.status == HTTPStatus.OK else None
+
+
+def _kvplug_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+    workers = (_asked(endpoint, "/health") or {}).get("workers", [])
+    return len(workers) == num_engines and all(
+        worker["state"] == "up" and (worker["events"] or {}).get("connected") is True
+        for worker in workers
+    )
+
+
+def _round_robin_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+    workers = (_asked(endpoint, "/health") or {}).get("workers", [])
+    return len(workers) == num_engines and all(worker["state"] == "up" for worker in workers)
+
+
+def _answers_health(endpoint: Endpoint, num_engines: int) -> bool:
+    return _asked(endpoint, "/health") is not None
+
+
+def _smg_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+    return (_asked(endpoint, "/readiness") or {}).get("healthy_workers") == num_engines
+
+
+KVPLUG: Final = "kvplug"
+ROUTERS: Final = (
+    Router(KVPLUG, _kvplug(), _kvplug_is_ready),
+    Router("kvplug_weight_1", _kvplug("--kv-overlap-score-weight", "1"), _kvplug_is_ready),
+    Router("kvplug_weight_4", _kvplug("--kv-overlap-score-weight", "4"), _kvplug_is_ready),
+    Router("round_robin", _kvplug("--mode", "round_robin"), _round_robin_is_ready, is_peer=True),
+    Router("vllm_cache_aware", _vllm_router("cache_aware"), _answers_health, is_peer=True),
+    Router("vllm_kv_aware", _vllm_router("kv_aware"), _answers_health, is_peer=True),
+    Router(
+        "smg_cache_aware",
+        _smg("cache_aware"),
+        _smg_is_ready,
+        is_peer=True,
+        refuses={"ids": "smg 1.13.0 answers 400 to token ids in /v1/completions"},
+    ),
+)
