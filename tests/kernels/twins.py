@@ -82,6 +82,12 @@ def waits_ms(ranks, now_ms):
     ]
 
 
+def overflow(over, num_new, num_blocks):
+    """Of blocks that a prompt brings to a cache that is over its capacity, or has room (below 0)."""
+    before = max(0.0, over)
+    return max(0.0, over + num_new) - before + before * min(1.0, num_new / max(1.0, num_blocks))
+
+
 def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
     num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
@@ -105,10 +111,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         busy = r["busy_ms"] if r["num_running"] > r["num_waiting"] else 0.0
         own = wait + r["fixed_ms"] + busy + prefill
         stored = num_blocks - num_on_device + answer / size
-        before = max(0.0, there - room)
-        over = max(0.0, there + stored - room) - before
-        over += before * min(1.0, stored / max(1.0, num_blocks))
-        evicted = reuse * block_ms * over
+        evicted = reuse * block_ms * overflow(there - room, stored, num_blocks)
         delayed = behind * min(1.0, (there + stored) / room)
         step = r["step_ms"] + r["sequence_ms"] * r["num_running"]
         step += r["context_ms"] * r["context_tokens"]
