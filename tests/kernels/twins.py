@@ -83,7 +83,7 @@ def waits_ms(ranks, now_ms):
 
 
 def overflow(over, num_new, num_blocks):
-    """Of blocks that a prompt brings to a cache that is over its capacity, or has room (below 0)."""
+    """Blocks that a prompt pushes out; `over`: blocks over capacity before, below 0 is room."""
     before = max(0.0, over)
     return max(0.0, over + num_new) - before + before * min(1.0, num_new / max(1.0, num_blocks))
 
