@@ -66,8 +66,18 @@ def backends():
 words = st.sampled_from(
     [
         *("a", " a", " word", "word", " only", "only", "only ", "<think>", " <think> ", "<s>"),
-        XX,
-        *("\u0301", " e\u0301", "\u00e9", "漢字", "🙂", "\u2028", "Ab", "<|im_end|>", "im_end|>"),
+        *(" ", "  ", "\n", " \n ", "\t", "'s", "'", " 12", "3456", "x1", ".", ", ", ") b", "naive"),
+        *(
+            "\u0308",
+            " i\u0308ve",
+            "na\u00efve",
+            "漢字",
+            "🙂",
+            "\u2028",
+            "Ab",
+            "<|im_end|>",
+            "im_end|>",
+        ),
     ]
 )
 
