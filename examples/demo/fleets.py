@@ -47,13 +47,13 @@ def simulated(log_dir: Path) -> Fleet:
 def vllm(log_dir: Path) -> Fleet:
     """Two real vLLM engines with kvplug's publisher: 16 documents of about 20 blocks.
 
-    In blocks of 32 tokens: the documents do not fit into one engine's 240; eight do, or nine or
-    ten if they are shared unevenly, with the questions of the requests in flight.
+    In blocks of 32 tokens: they fill nine tenths of two caches of 192, so all fit only if each
+    lives in one place, beside the questions of the requests in flight.
     """
     python = ensure_vllm()
     model_dir = ensure_tiny_model(python)
     settings = VllmSettings(
-        python=python, model_dir=model_dir, num_gpu_blocks=240, plugin=ensure_plugin(python)
+        python=python, model_dir=model_dir, num_gpu_blocks=192, plugin=ensure_plugin(python)
     )
     return Fleet(
         engines=[VllmServer(f"vllm-{i}", settings, log_dir=log_dir) for i in range(2)],
@@ -69,7 +69,7 @@ def sglang(log_dir: Path) -> Fleet:
     model_dir = ensure_tiny_model(ensure_vllm())  # torch and transformers make it
     python = ensure_sglang()
     settings = SglangSettings(
-        python=python, model_dir=model_dir, num_blocks=240, plugin=ensure_plugin(python)
+        python=python, model_dir=model_dir, num_blocks=192, plugin=ensure_plugin(python)
     )
     return Fleet(
         engines=[SglangServer(f"sglang-{i}", settings, log_dir=log_dir) for i in range(2)],

@@ -47,6 +47,9 @@ _MAX_FACTOR: Final = 20.0
 _DOUBT_FROM: Final = 2.5  # usual errors
 _KILO, _MEGA = 1e3, 1e6
 _MIN_TOKEN_MS: Final = 1e-4
+# Where noise hides what a token costs, this share of the mean time to first token is laid to the
+# tokens, of so many observations on: if recomputing seemed free, nothing would stay cached.
+_LEAST_SHARE, _LEAST_OBSERVATIONS = 0.25, 8
 # Of the time to compute a token: to load one from the host, from disk, from a pool.
 _LOADING: Final = np.array([1 - TIER_CREDIT[Tier.HOST], 1 - TIER_CREDIT[Tier.DISK], 0.1])
 
@@ -229,6 +232,7 @@ class FleetFit:
         start[_ATTENTION] = _MEGA * prior.attention_ms
         self.first_tokens, self.answers, self.wholes = FitErrors(), FitErrors(), FitErrors()
         self._fit = RidgeFit(start, _STRENGTH, _IS_SIGNED)
+        self._sums: F64 = np.zeros(2)  # of first tokens: milliseconds, tokens computed for them
         self._of_prefill: defaultdict[int, _Factor] = defaultdict(_Factor)
         self._of_decode: defaultdict[int, _Factor] = defaultdict(_Factor)
 
@@ -239,6 +243,7 @@ class FleetFit:
         weight = self._fit.add(prefill * computing + waiting, ms, self.first_tokens)
         left_ms = max(0.0, ms - self._fit.predict(waiting))
         self._of_prefill[number].add(left_ms, self._fit.predict(computing), weight)
+        self._sums = _KEPT * self._sums + weight * np.array((ms, computing[_TOKEN] * _KILO))
 
     def observe_answer(self, number: int, ms_between_tokens: float, decoding: Decoding) -> None:
         """An answer of rank `number` had its tokens so far apart."""
@@ -272,10 +277,16 @@ class FleetFit:
         self._of_prefill.pop(number, None)
         self._of_decode.pop(number, None)
 
+    @property
+    def _least_token_ms(self) -> float:
+        total_ms, num_tokens = self._sums.tolist()
+        is_known = self.first_tokens.num_observations >= _LEAST_OBSERVATIONS and num_tokens > 0
+        return _LEAST_SHARE * total_ms / num_tokens if is_known else 0.0
+
     def rows(self, prefill: F64, decode: F64) -> F64:
         """float64[n, 10]: EngineModel.row of ranks with these factors."""
         known = self._fit.coefficients
-        token_ms = max(_MIN_TOKEN_MS, known[_TOKEN] / _KILO)
+        token_ms = max(_MIN_TOKEN_MS, known[_TOKEN] / _KILO, self._least_token_ms)
         loading_ms = np.maximum(0.0, token_ms * _LOADING + known[[_HOST, _DISK, _POOL]] / _KILO)
         of_prefill = np.array([token_ms, known[_ATTENTION] / _MEGA, *loading_ms])
         of_decode = known[[_BUSY, _STEP, _SEQUENCE, _CONTEXT]] / np.array([1.0, 1.0, 1.0, _KILO])
