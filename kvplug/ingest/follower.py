@@ -113,6 +113,9 @@ class Follower:
 
     def receive_many(self, messages: list[list[bytes]]) -> None:
         """Apply messages in the order of their arrival."""
+        was_blind = self.trust.level is Trust.BLIND
+        if was_blind:  # blocks count once they are applied: nobody expects them from then on
+            self._set_worth(1.0)
         self.num_messages += len(messages)
         numbered: list[Message] = []
         for frames in messages:
@@ -125,6 +128,8 @@ class Follower:
         if self.repair.num_duplicates > num_duplicates:
             self._skips.add("duplicate", self.repair.num_duplicates - num_duplicates)
         self._note_trust()
+        if was_blind:
+            self._tell_router()
 
     def replayed(self, messages: list[tuple[int, bytes]]) -> None:
         """Take a part of the answer to `replay_order`."""
@@ -170,6 +175,9 @@ class Follower:
         if worth is None:
             default = self._router.config.stale_worth
             worth = self._stale_worth() if self._stale_worth is not None else default
+        self._set_worth(worth)
+
+    def _set_worth(self, worth: float) -> None:
         for rank in self._applier.ranks:
             self._router.set_worth(rank, worth)
 

@@ -45,6 +45,8 @@ _LAST_RESORT = 1e12
 # share of its price. From 0.03 to 0.3, and accumulated regret instead, did the same.
 _SHARE_OF_POPULAR = 0.3
 _REQUESTS_OF_POPULARITY = 200.0
+# Nor do the first requests make a prefix popular: it is as if so many others had come before.
+_REQUESTS_BEFORE = 16.0
 
 
 class Request(NamedTuple):
@@ -184,7 +186,8 @@ def _popularity(request: Request, num_blocks: float, bundle: U64) -> float:
     """The share of requests, of late, that have so many leading blocks in common, this one too."""
     traffic = f64_of(bundle, TRAFFIC)
     traffic[costing.ASKED_BLOCKS] = num_blocks
-    share = 1.0 - np.exp(-(traffic[costing.NUM_ROUTED] + 1.0) / _REQUESTS_OF_POPULARITY)
+    num_seen = traffic[costing.NUM_ROUTED] + 1.0 + _REQUESTS_BEFORE
+    share = 1.0 - np.exp(-num_seen / _REQUESTS_OF_POPULARITY)
     count = _count_of(request.hashes[np.int64(max(1.0, num_blocks)) - 1], bundle) + 1.0
     return float(count / (_REQUESTS_OF_POPULARITY * share))
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.events import AllBlocksCleared, BlockCopied, BlockRemoved, Tier
+from kvplug.events import AllBlocksCleared, BlockCopied, BlockRemoved, EventBatch, Tier
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from tests.ingest.publisher import message, stored
@@ -31,6 +31,33 @@ def test_events_reach_the_index(router, follower):
     follower.receive(message(1, BlockRemoved(block_hashes=(1002,))))
     assert len(router.index) == 2
     assert (follower.num_stored, follower.num_removed, follower.trust.reason) == (3, 1, None)
+
+
+def test_the_first_blocks_count_as_soon_as_they_are_applied(router, follower, monkeypatch):
+    seen, apply_records = [], router.apply_records
+
+    def apply_and_route(rank, records):
+        applied = apply_records(rank, records)
+        seen.append(router.route(range(1, 14)).predicted_ttft_ms)
+        return applied
+
+    monkeypatch.setattr(router, "apply_records", apply_and_route)
+    first = router.route(range(1, 14))  # expected until the event confirms it
+    router.finish(first.request_id)
+    follower.receive(message(0, stored(1, 3)))
+    assert seen[0] < first.predicted_ttft_ms
+
+
+def test_a_message_that_cannot_be_read_earns_no_trust(router, follower):
+    follower.receive(message(0, stored(1, 3)))
+    exact = router.route(range(1, 14))
+    router.finish(exact.request_id)
+    follower.on_disconnected()
+    follower.on_connected()
+    router.apply(RANK, EventBatch(events=(stored(1, 3),)))
+    follower.receive([b"nothing"])
+    assert follower.trust.level is Trust.BLIND
+    assert router.route(range(1, 14)).predicted_ttft_ms > exact.predicted_ttft_ms
 
 
 def test_a_duplicate_is_not_applied_twice(router, follower):

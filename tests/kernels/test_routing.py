@@ -17,7 +17,7 @@ from tests.kernels.test_forecast import Reference
 
 WORKERS = ("a", "b", "c")
 SIZE = 2
-SHARE_OF_POPULAR, REQUESTS_OF_POPULARITY = 0.3, 200
+SHARE_OF_POPULAR, REQUESTS_OF_POPULARITY, REQUESTS_BEFORE = 0.3, 200, 16
 
 
 class Clock:
@@ -143,7 +143,8 @@ class Twin:
         count, at = self.popular.get(key, (0.0, now))
         count = count * math.exp((at - now) / REQUESTS_OF_POPULARITY) + 1
         self.popular[key] = (count, now)
-        seen = REQUESTS_OF_POPULARITY * (1 - math.exp(-(now + 1) / REQUESTS_OF_POPULARITY))
+        num_seen = now + 1 + REQUESTS_BEFORE
+        seen = REQUESTS_OF_POPULARITY * (1 - math.exp(-num_seen / REQUESTS_OF_POPULARITY))
         copies = sum(row[0] >= num_blocks for row in found)
         return count / seen * len(found) >= copies
 

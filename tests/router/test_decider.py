@@ -126,8 +126,6 @@ def test_a_rank_that_would_miss_the_objective_comes_last(slo, worker):
     store(router, "a", range(100, 140))
     store(router, "b", range(200, 600))
     router.set_cache_capacity(Rank("b"), 100)  # it is full: to go there evicts
-    for number in range(20):  # of many requests, one more for this prefix does not make it popular
-        router.finish(router.route([number] * 8).request_id)
     router.route([9] * 100, workers=["a"])  # 20 ms of prefill
     assert router.route(range(100, 140)).rank.worker == worker
 
