@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvplug import events
 from kvplug.events import (
@@ -108,7 +108,8 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
     block_mm_infos: tuple[_MmInfo | None, ...] | None = None
     cxl_metadata: CxlMetadata | None = None
     moe: MoeLabel | None = None
-    bigrams: bool = False
+    # Left out unless it holds: vllm-router 0.1.17 refuses an event with a boolean in it.
+    bigrams: bool | UnsetType = UNSET
 
     def event(self) -> events.BlockStored | events.BlockCopied:
         """Check what must hold together, and translate; SkipError if it does not."""
@@ -135,13 +136,13 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
             sliding_window=self.kv_cache_spec_sliding_window,
             cxl=self.cxl_metadata,
             moe=self.moe,
-            bigrams=self.bigrams,
+            bigrams=bool(self.bigrams),
         )
 
     def _require_aligned_tokens(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
             raise SkipError(Reason.BAD_BLOCK_SIZE)
-        if len(self.token_ids) != len(self.block_hashes) * self.block_size + self.bigrams:
+        if len(self.token_ids) != len(self.block_hashes) * self.block_size + bool(self.bigrams):
             raise SkipError(Reason.TOKENS_MISALIGNED)
 
     def _salt(self, lora: str) -> str:
@@ -310,7 +311,7 @@ def _stored_to_wire(event: events.BlockStored) -> Stored:
         cache_salt=salt if names_salt else None,
         cxl_metadata=event.cxl,
         moe=event.moe,
-        bigrams=event.bigrams,
+        bigrams=event.bigrams or UNSET,
     )
 
 
