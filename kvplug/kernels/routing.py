@@ -80,20 +80,28 @@ def _pick_lowest(candidates: I64, costs: F64, random: np.uint64) -> Index:
 
 @inlined
 def _pick_softmax(candidates: I64, costs: F64, temperature: float, random: np.uint64) -> Index:
-    """A rank with chance ~ exp(-cost / temperature), costs rescaled to [0, 1]."""
+    """A rank with chance ~ exp(-cost / temperature), costs rescaled to [0, 1]; none that misses
+    an objective if another does not.
+    """
     low = costs[candidates[0]]
-    high = low
     for i in range(1, len(candidates)):
-        low, high = min(low, costs[candidates[i]]), max(high, costs[candidates[i]])
+        low = min(low, costs[candidates[i]])
+    limit, high = low + 0.5 * scoring.LAST_RESORT, low
+    for i in range(len(candidates)):
+        if costs[candidates[i]] < limit:
+            high = max(high, costs[candidates[i]])
     span, total = high - low if high > low else 1.0, 0.0
     for i in range(len(candidates)):
-        total += np.exp(-(costs[candidates[i]] - low) / span / temperature)
-    left = _fraction(random + _GOLDEN) * total
+        if costs[candidates[i]] < limit:
+            total += np.exp(-(costs[candidates[i]] - low) / span / temperature)
+    left, last = _fraction(random + _GOLDEN) * total, np.int64(candidates[0])
     for i in range(len(candidates)):
-        left -= np.exp(-(costs[candidates[i]] - low) / span / temperature)
-        if left < 0.0:
-            return np.int64(candidates[i])
-    return np.int64(candidates[len(candidates) - 1])
+        if costs[candidates[i]] < limit:
+            last = np.int64(candidates[i])
+            left -= np.exp(-(costs[last] - low) / span / temperature)
+            if left < 0.0:
+                return last
+    return last
 
 
 @inlined

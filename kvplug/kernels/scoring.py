@@ -39,8 +39,8 @@ Index = int | np.int64
     ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, NUM_SETTINGS,
 ) = range(10)  # fmt: skip
 
-# A rank that cannot meet an objective comes after all that can.
-_LAST_RESORT = 1e12
+# A rank that cannot meet an objective comes after all that can: it costs so much more.
+LAST_RESORT = 1e12
 # A prefix whose requests would keep a rank of its own busy will use a copy often: it costs this
 # share of its price. From 0.03 to 0.3, and accumulated regret instead, did the same.
 _SHARE_OF_POPULAR = 0.3
@@ -240,7 +240,7 @@ def _raise_misses(request: Request, candidates: I64, bundle: U64) -> None:
         between = costing.time_between_tokens(ranks, rank, 1.0, request.prompt.num_tokens)
         num_missed = np.float64(ttft_ms > 0 and own[rank] > ttft_ms)
         num_missed += np.float64(itl_ms > 0 and between > itl_ms)
-        costs[rank] += _LAST_RESORT * num_missed
+        costs[rank] += LAST_RESORT * num_missed
 
 
 @inlined

@@ -10,6 +10,8 @@ import random
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.kernels.scoring import LAST_RESORT
+
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
@@ -24,8 +26,11 @@ def pick_softmax(candidates: I64, costs: F64, temperature: float, random_: rando
     """A candidate with probability ~ exp(-cost / temperature), costs rescaled to [0, 1].
 
     Rescaled, a temperature means the same under any load: at 1 the best candidate is e times
-    likelier than the worst. Equal costs give equal chances.
+    likelier than the worst. Equal costs give equal chances. A candidate that misses an objective
+    has none while another does not.
     """
+    meets = costs < costs.min() + 0.5 * LAST_RESORT
+    candidates, costs = candidates[meets], costs[meets]
     span = costs.max() - costs.min()
     scaled = (costs - costs.min()) / span if span > 0 else np.zeros_like(costs)
     # Rescaled costs start at 0, so the best weight is 1: nothing overflows at low temperatures.

@@ -130,6 +130,16 @@ def test_a_rank_that_would_miss_the_objective_comes_last(slo, worker):
     assert router.route(range(100, 140)).rank.worker == worker
 
 
+@pytest.mark.parametrize("block_size", [4, None])  # without one, workers have indexes of their own
+def test_no_temperature_sends_requests_where_the_objective_is_missed(block_size):
+    router = make_router(temperature=1.0, ttft_slo_ms=15.0, block_size=block_size)
+    for worker, size in (("a", 4), ("b", 4), ("c", block_size or 8)):
+        router.add_worker(worker, block_size=size)
+    router.route([9] * 100, workers=["a"])  # 20 ms of prefill
+    decisions = [router.route([1, 2, 3, 4]) for _ in range(50)]
+    assert {decision.rank.worker for decision in decisions} == {"b", "c"}
+
+
 def test_all_ranks_that_miss_the_objective_are_as_good_as_without_it():
     router = make_router("a", "b", ttft_slo_ms=0.001)
     store(router, "a", PROMPT)

@@ -4,6 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvplug.kernels.scoring import LAST_RESORT
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
 
 CANDIDATES = np.array([2, 5, 7])
@@ -29,6 +30,14 @@ def test_softmax_copes_with_equal_costs_and_tiny_temperatures():
     equal = Counter(pick_softmax(CANDIDATES, np.full(3, 7.0), 0.5, rng) for _ in range(3000))
     assert min(equal.values()) > 800
     assert pick_softmax(CANDIDATES, np.array([1.0, 2.0, 3.0]), 1e-9, rng) == 2
+
+
+def test_softmax_never_picks_who_misses_an_objective_while_another_does_not():
+    costs = np.array([LAST_RESORT + 1.0, 10.0, 20.0])
+    rng = random.Random(1)
+    picks = Counter(pick_softmax(CANDIDATES, costs, 1.0, rng) for _ in range(3000))
+    assert set(picks) == {5, 7}
+    assert picks[5] / picks[7] == pytest.approx(np.e, rel=0.2)
 
 
 def test_round_robin_takes_turns_and_survives_changes():
