@@ -79,28 +79,39 @@ def _pick_lowest(candidates: I64, costs: F64, random: np.uint64) -> Index:
 
 
 @inlined
-def _pick_softmax(candidates: I64, costs: F64, temperature: float, random: np.uint64) -> Index:
-    """A rank with chance ~ exp(-cost / temperature), costs rescaled to [0, 1]; none that misses
-    an objective if another does not.
-    """
+def _misses(cost: float, low: float) -> bool:
+    """Whether a rank misses an objective that the cheapest one meets."""
+    return cost - low >= 0.5 * scoring.LAST_RESORT
+
+
+@inlined
+def _range_of(candidates: I64, costs: F64) -> tuple[float, float]:
+    """The lowest and the highest cost of ranks that may be picked."""
     low = costs[candidates[0]]
     for i in range(1, len(candidates)):
         low = min(low, costs[candidates[i]])
-    limit, high = low + 0.5 * scoring.LAST_RESORT, low
+    high = low
     for i in range(len(candidates)):
-        if costs[candidates[i]] < limit:
+        if not _misses(costs[candidates[i]], low):
             high = max(high, costs[candidates[i]])
-    span, total = high - low if high > low else 1.0, 0.0
+    return low, high
+
+
+@inlined
+def _pick_softmax(candidates: I64, costs: F64, temperature: float, random: np.uint64) -> Index:
+    """A rank with chance ~ exp(-cost / temperature), costs rescaled to [0, 1]."""
+    low, high = _range_of(candidates, costs)
+    scale, total = temperature * (high - low if high > low else 1.0), 0.0
     for i in range(len(candidates)):
-        if costs[candidates[i]] < limit:
-            total += np.exp(-(costs[candidates[i]] - low) / span / temperature)
+        if not _misses(costs[candidates[i]], low):
+            total += np.exp((low - costs[candidates[i]]) / scale)
     left, last = _fraction(random + _GOLDEN) * total, np.int64(candidates[0])
     for i in range(len(candidates)):
-        if costs[candidates[i]] < limit:
+        if not _misses(costs[candidates[i]], low):
             last = np.int64(candidates[i])
-            left -= np.exp(-(costs[last] - low) / span / temperature)
+            left -= np.exp((low - costs[last]) / scale)
             if left < 0.0:
-                return last
+                break
     return last
 
 

@@ -35,7 +35,7 @@ _COLUMNS: Final[dict[str, Callable[[dict[str, float]], str]]] = {
     "imbalance": lambda mean: f"{mean['imbalance']:.2f}",
 }
 LEGEND: Final = (
-    "hits: share of the prompt tokens that were cached; of the ideal: beside one cache without end",
+    "hits: share of prompt tokens that were cached; of the ideal: of what one unlimited cache has",
     "imbalance: prompt tokens computed by the busiest engine, over the mean of all engines",
 )
 
@@ -129,7 +129,7 @@ def plot(results: Summaries, path: Path, title: str) -> None:
         axes.set_xlabel(label)
     ideal = means_of(next(iter(results.values())))["ideal_share"] * 100
     hits.axvline(ideal, color="0.4", linestyle=":")
-    hits.set_title("dotted: one cache without end", fontsize=8, loc="right")
+    hits.set_title("dotted: one unlimited cache", fontsize=8, loc="right")
     ttft.set_yticks(range(len(results)), list(results))
     ttft.invert_yaxis()
     figure.savefig(path, dpi=130)
