@@ -31,11 +31,14 @@ Index = int | np.int64
     BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, NUM_COLUMNS,
 ) = range(22)  # fmt: skip
 
-# What the requests of one model and block size are like, as moving means.
-NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS = range(7)
-USUAL_CAPACITY = 7  # blocks of a rank's cache, of those that are known; 0: of none
-ASKED_BLOCKS = 8  # of the request at hand: leading blocks whose popularity was asked
-TRAFFIC_WIDTH = 9
+# What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
+# token to the last.
+(
+    NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS, ANSWER_MS,
+) = range(8)  # fmt: skip
+USUAL_CAPACITY = 8  # blocks of a rank's cache, of those that are known; 0: of none
+ASKED_BLOCKS = 9  # of the request at hand: leading blocks whose popularity was asked
+TRAFFIC_WIDTH = 10
 
 # A queue is priced as if the fleet were busy nine tenths of the time at most: at 1 a price has no
 # bound, and 0.8 or 0.95 instead made no difference that could be measured.
@@ -43,6 +46,8 @@ _MAX_UTILISATION = 0.9
 # To evict for a prompt here while another rank has room for it costs what is evicted twice: it
 # comes back, and evicts again.
 _PRICE_WITH_ROOM = 2.0
+# Whoever waits until others leave room in a cache has as many behind as before.
+_PRICE_OF_ROOM = 2.0
 _REQUESTS_OF_RATE, _REQUESTS_OF_REUSE, _ANSWERS_OF_MEAN = 64.0, 1000.0, 50.0
 # A first burst is not taken for the rate: until then FIRST_GAP_MS is believed as many times.
 FIRST_GAP_MS, _FIRST_REQUESTS = 100.0, 8.0
@@ -53,7 +58,8 @@ class Fleet(NamedTuple):
 
     delayed: how many requests' worth of work is behind a millisecond of prefill, so what it delays;
     reuse: how likely an evicted block is wanted again; block_ms: to compute a block, on average;
-    capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected.
+    capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected; stay_ms:
+    for how long a request needs its blocks.
     """
 
     delayed: float
@@ -61,6 +67,7 @@ class Fleet(NamedTuple):
     block_ms: float
     capacity: float
     answer_tokens: float
+    stay_ms: float
 
 
 class Prompt(NamedTuple):
@@ -153,18 +160,27 @@ def time_between_tokens(ranks: F64, rank: Index, num_more: float, tokens_more: f
 
 
 @inlined
-def _decoding_ms(ranks: F64, rank: Index, prompt: Prompt, answer: float, over: float) -> float:
-    """By how much the answer slows others down; `over`: blocks that do not fit into the cache with
-    all that runs, so that some requests have to end first.
-    """
+def _decoding_ms(ranks: F64, rank: Index, prompt: Prompt, answer: float) -> float:
+    """By how much the answer slows others down."""
     longer = of(ranks, rank, SEQUENCE_MS) + of(ranks, rank, CONTEXT_MS) * (
         prompt.num_tokens + 0.5 * answer
     )
-    slower = longer * of(ranks, rank, NUM_RUNNING)
-    if over > 0.0:
-        step = time_between_tokens(ranks, rank, 0.0, 0.0)
-        slower += step * over / max(1.0, of(ranks, rank, ACTIVE_BLOCKS))
-    return float(slower * answer)
+    return float(longer * of(ranks, rank, NUM_RUNNING) * answer)
+
+
+@inlined
+def _room_wait_ms(ranks: F64, rank: Index, over: float, capacity: float, stay_ms: float) -> float:
+    """Until those before it have ended, if so many blocks of the requests in flight, this one
+    included, do not fit into the cache: who waits, over who runs, times how long these stay (Little
+    1961). Who waits may wait for the prefill; at least half of those that fit are taken to run.
+    """
+    if over <= 0.0:
+        return 0.0
+    in_flight, waiting = of(ranks, rank, NUM_RUNNING), of(ranks, rank, NUM_WAITING)
+    active = max(1.0, of(ranks, rank, ACTIVE_BLOCKS))
+    num_fit = in_flight * min(1.0, capacity / active)
+    running = max(1.0, max(in_flight - waiting, 0.5 * num_fit))
+    return float(stay_ms * (waiting + min(1.0, over * in_flight / active)) / running)
 
 
 @inlined
@@ -182,7 +198,7 @@ def times_of(
     ranks: F64, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
 ) -> Times:
     """Of a request on a rank: its own time to first token, to which the fleet's costs add what its
-    prefill delays, what it evicts, what its answer slows down.
+    prefill delays, what it evicts, waiting for room, what its answer slows down.
     """
     cached = cached_tokens(prompt, found.num_blocks)
     token, attention = of(ranks, rank, TOKEN_MS), of(ranks, rank, ATTENTION_MS)
@@ -203,8 +219,11 @@ def times_of(
     # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
     delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
     over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity
-    decoding = _decoding_ms(ranks, rank, prompt, answer, over)
-    return Times(own, own + delayed * work + (1.0 + delayed) * evicted + decoding)
+    room = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
+    # Who has the prefix there stays: to compute it elsewhere takes room, too.
+    room *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
+    others = delayed * work + (1.0 + delayed) * evicted + room
+    return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 
 
 @inlined
@@ -257,6 +276,7 @@ def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F
         block_ms,
         capacity,
         answer_tokens,
+        traffic[WORK_MS] + traffic[ANSWER_MS],
     )
 
 
@@ -278,12 +298,12 @@ def note_request(
     traffic[LAST_MS], traffic[NUM_ROUTED] = now_ms, num_before + 1.0
 
 
-@kernel(void(writes(f8), f8))
-def note_answer(traffic: F64, num_tokens: float) -> None:
-    """A request was answered with so many tokens."""
-    known = traffic[ANSWER_TOKENS]
-    share = 1.0 if known == 0.0 else 1.0 / _ANSWERS_OF_MEAN
-    traffic[ANSWER_TOKENS] = known + share * (num_tokens - known)
+@kernel(void(writes(f8), f8, f8))
+def note_answer(traffic: F64, num_tokens: float, ms: float) -> None:
+    """A request was answered with so many tokens, in so many ms from the first to the last."""
+    share = 1.0 if traffic[ANSWER_TOKENS] == 0.0 else 1.0 / _ANSWERS_OF_MEAN
+    traffic[ANSWER_TOKENS] += share * (num_tokens - traffic[ANSWER_TOKENS])
+    traffic[ANSWER_MS] += share * (ms - traffic[ANSWER_MS])
 
 
 @kernel(void(f8, i8, f8, reads(f8), reads(f8), reads(f8), reads(i8), writes(f8)))

@@ -274,7 +274,7 @@ class Router:
                 )
             if num_tokens is not None:
                 self._speeds.learn_answer(request, now_s, num_tokens)
-                self._decider.note_answer(request.rank_number, num_tokens)
+                self._decider.note_answer(request, num_tokens, now_s)
 
     def set_cache_capacity(self, rank: Rank, num_blocks: float) -> None:
         """The rank's engine says that its device has room for so many blocks.

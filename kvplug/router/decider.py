@@ -149,10 +149,13 @@ class Decider:
             self.decide(Prompt(tokens, seed), None, candidates, now_s, answer) for tokens in prompts
         ]
 
-    def note_answer(self, number: int, num_tokens: int) -> None:
-        """A request on this rank was answered with so many tokens."""
-        section = self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
-        self._arrays_of(section).note_answer(num_tokens)
+    def note_answer(self, request: ActiveRequest, num_tokens: int, now_s: float) -> None:
+        """A request is over, answered with so many tokens."""
+        rank = self._fleet_index.numbers.rank(request.rank_number)
+        # Of an answer that came as a whole, nobody knows when its first token was there.
+        began_s = request.routed_s if request.first_token_s is None else request.first_token_s
+        arrays = self._arrays_of(self._fleet_index.section_of(rank))
+        arrays.note_answer(num_tokens, 1e3 * (now_s - began_s))
 
     def _decide_among(
         self,

@@ -58,9 +58,9 @@ class SectionArrays:
             self._section.index.speculative.reserve(highest, num_blocks)
         self.refresh(num_ranks)
 
-    def note_answer(self, num_tokens: int) -> None:
-        """A request was answered with so many tokens."""
-        costing.note_answer(self.traffic, num_tokens)
+    def note_answer(self, num_tokens: int, ms: float) -> None:
+        """A request was answered with so many tokens, in so many ms from the first to the last."""
+        costing.note_answer(self.traffic, num_tokens, ms)
 
     def _bundle(self, num_ranks: int) -> Bundle:
         load, expected = self._load, self._section.index.speculative

@@ -13,7 +13,7 @@ loads = st.lists(
 NAMES = twins.RANK_COLUMNS
 TRAFFIC = (
     *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
-    *("answer_tokens", "usual_capacity"),
+    *("answer_tokens", "answer_ms", "usual_capacity"),
 )
 counts = st.integers(0, 40).map(float)
 ranks = st.lists(
@@ -120,3 +120,25 @@ def test_to_evict_costs_more_where_another_rank_has_room():
         traffic = QUIET | {"prompt_blocks": 10.0, "cached_blocks": 5.0}
         _, own, cost = fleet_costs([full, neighbour], traffic, 0.0, 160, 16, np.inf, [NOTHING] * 2)
         assert cost[0] - own[0] == pytest.approx(times * 10 * 1.6)
+
+
+def test_who_does_not_fit_with_what_runs_waits_by_littles_law():
+    # 100 blocks in use by four requests, of which one waits; ten more do not fit.
+    crowded = rank_with(active_blocks=100.0, num_running=4.0, num_waiting=1.0)
+    traffic = QUIET | {"answer_ms": 300.0}
+    _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [NOTHING])
+    waited = (
+        300 * (1 + 10 / 25) / 3
+    )  # who waits, and the share of one who has to end, over who runs
+    assert cost[0] - own[0] == pytest.approx(2 * waited)
+    _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [(5, 5, 0)])
+    waited = 300 * (1 + 5 / 25) / 3
+    assert cost[0] - own[0] == pytest.approx(waited), "half of the prompt is there"
+
+
+def test_answers_teach_how_long_they_are_and_take():
+    traffic = np.zeros(costing.TRAFFIC_WIDTH)
+    costing.note_answer(traffic, 32.0, 640.0)
+    assert traffic[[costing.ANSWER_TOKENS, costing.ANSWER_MS]].tolist() == [32.0, 640.0]
+    costing.note_answer(traffic, 82.0, 140.0)
+    assert traffic[[costing.ANSWER_TOKENS, costing.ANSWER_MS]].tolist() == [33.0, 630.0]

@@ -193,7 +193,7 @@ def traffic_of(router):
     section = router.fleet_index.sections[0]
     arrays = router._decider._arrays_of(section)
     names = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
-    names += ("answer_tokens", "usual_capacity")
+    names += ("answer_tokens", "answer_ms", "usual_capacity")
     return dict(zip(names, arrays.traffic.tolist(), strict=False))
 
 

@@ -88,6 +88,16 @@ def overflow(over, num_new, num_blocks):
     return max(0.0, over + num_new) - before + before * min(1.0, num_new / max(1.0, num_blocks))
 
 
+def room_wait_ms(rank, excess, capacity, stay_ms):
+    """Until requests have left room: who waits, over who runs, times how long they stay."""
+    if excess <= 0:
+        return 0.0
+    in_flight, active = rank["num_running"], max(1.0, rank["active_blocks"])
+    fit = in_flight * min(1.0, capacity / active)
+    running = max(1.0, in_flight - rank["num_waiting"], fit / 2)
+    return stay_ms * (rank["num_waiting"] + min(1.0, excess * in_flight / active)) / running
+
+
 def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
     num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
@@ -113,10 +123,10 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         stored = num_blocks - num_on_device + answer / size
         evicted = reuse * block_ms * overflow(there - room, stored, num_blocks)
         delayed = behind * min(1.0, (there + stored) / room)
-        step = r["step_ms"] + r["sequence_ms"] * r["num_running"]
-        step += r["context_ms"] * r["context_tokens"]
-        excess = max(0.0, r["active_blocks"] + stored - room) / max(1.0, r["active_blocks"])
         longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + answer / 2)
-        decode = (longer * r["num_running"] + step * excess) * answer
-        costs.append((own, own + delayed * prefill + (1 + delayed) * evicted + decode))
+        decode = longer * r["num_running"] * answer
+        excess = r["active_blocks"] + stored - room
+        stay = traffic["work_ms"] + traffic["answer_ms"]
+        waited = 2 * room_wait_ms(r, excess, room, stay) * min(1.0, stored / max(1, num_blocks))
+        costs.append((own, own + delayed * prefill + (1 + delayed) * evicted + waited + decode))
     return costs
