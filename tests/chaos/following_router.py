@@ -74,8 +74,9 @@ class FollowingRouter:
         }
 
     def _blocks(self):
-        self._router.index.check()
-        return [int(name) for name in self._router.index.engine_hashes_of(RANK)]
+        with self._router._lock:  # or an event that comes meanwhile would look like damage
+            self._router.index.check()
+            return [int(name) for name in self._router.index.engine_hashes_of(RANK)]
 
 
 def main():

@@ -83,6 +83,6 @@ def test_every_flag_is_explained_and_documented_with_its_default(name):
 def test_the_code_on_the_page_runs(capsys):
     [command] = re.findall(r"```bash\npython -m kvplug.sim.engine (.*)\n```", PAGE)
     assert parse(shlex.split(command))[0].port == 8100
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [code] = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
     exec(compile(code, "simulation.md", "exec"), {})
     assert re.fullmatch(r"1\.\d\d s for 50 tokens\n", capsys.readouterr().out)

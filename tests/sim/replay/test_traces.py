@@ -1,6 +1,9 @@
 """Files as workloads: who shares what, and one sentence for lines that cannot be."""
 
 import json
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -179,3 +182,17 @@ def test_a_file_that_is_none_is_refused(tmp_path):
     path.write_text("{oops\n")
     with pytest.raises(ConfigError, match="line 1"):
         read(path, "mooncake", 512)
+
+
+def test_the_page_says_how_to_log_what_prompts_share(tmp_path):
+    page = Path(__file__).parents[3] / "docs" / "simulation.md"
+    [code] = re.findall(r"^   ```python\n(.*?)   ```", page.read_text(), re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(compile(textwrap.dedent(code), page.name, "exec"), names)
+    prompts = [list(range(40)), [*range(32), 7, 8, 9]]
+    lines = [names["line_of"](0.5 * i, p, {"completion_tokens": 4}) for i, p in enumerate(prompts)]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(lines))
+    one, other = read(path, "log", 16).requests
+    assert (one.num_tokens, one.num_answer_tokens, other.arrival_s) == (40, 4, 0.5)
+    assert num_shared(one, other) == 2
