@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from kvplug.events import Rank
+from kvplug.ingest.trust import Trust
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
@@ -18,9 +19,17 @@ START_LIMIT_S = 300.0
 
 
 @asynccontextmanager
-async def routing(engines, *, mode="kv", more_workers=()):
-    """A router with its event streams connected, and a client session."""
-    specs = [WorkerSpec(url=e.url, events=e.events_endpoint) for e in engines]
+async def routing(engines, *, mode="kv", more_workers=(), knows_all=False):
+    """A router with its event streams connected, and a client session.
+
+    knows_all: of what the engines did before, too; else it trusts itself by half.
+    """
+    specs = [
+        WorkerSpec(
+            url=e.url, events=e.events_endpoint, replay=e.replay_endpoint if knows_all else None
+        )
+        for e in engines
+    ]
     config = ServerConfig(
         workers=(*specs, *more_workers),
         port=0,
@@ -31,6 +40,9 @@ async def routing(engines, *, mode="kv", more_workers=()):
     async with RouterService(config) as service, aiohttp.ClientSession(service.url) as client:
         workers = [service.fleet.workers[e.url] for e in engines]
         await until(lambda: all(w.is_up and w.follower.connected for w in workers), "all are up")
+        if knows_all:
+            exact = lambda: all(w.follower.trust.level is Trust.EXACT for w in workers)  # noqa: E731
+            await until(exact, "everything was replayed")
         yield service, client
 
 
@@ -105,7 +117,7 @@ async def test_a_prefix_stays_where_it_is_cached(two_engines):
 
 
 async def test_a_request_right_behind_the_first_token_finds_the_prefix(two_engines):
-    async with routing(two_engines) as (service, client):
+    async with routing(two_engines, knows_all=True) as (service, client):
         prefix = ids(3, 640)
         body = {"model": MODEL, "prompt": prefix, "max_tokens": 100, "stream": True}
         async with client.post("/v1/completions", json={**body, "ignore_eos": True}) as first:
