@@ -59,7 +59,7 @@ class Fleet(NamedTuple):
     delayed: how many requests' worth of work is behind a millisecond of prefill, so what it delays;
     reuse: how likely an evicted block is wanted again; block_ms: to compute a block, on average;
     capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected; stay_ms:
-    for how long a request needs its blocks.
+    for how long a request needs its blocks, 0 if no capacity is known: it keeps nobody waiting.
     """
 
     delayed: float
@@ -276,7 +276,7 @@ def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F
         block_ms,
         capacity,
         answer_tokens,
-        traffic[WORK_MS] + traffic[ANSWER_MS],
+        traffic[WORK_MS] + traffic[ANSWER_MS] if traffic[USUAL_CAPACITY] > 0.0 else 0.0,
     )
 
 

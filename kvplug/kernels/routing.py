@@ -101,15 +101,15 @@ def _range_of(candidates: I64, costs: F64) -> tuple[float, float]:
 def _pick_softmax(candidates: I64, costs: F64, temperature: float, random: np.uint64) -> Index:
     """A rank with chance ~ exp(-cost / temperature), costs rescaled to [0, 1]."""
     low, high = _range_of(candidates, costs)
-    scale, total = temperature * (high - low if high > low else 1.0), 0.0
+    span, total = high - low if high > low else 1.0, 0.0
     for i in range(len(candidates)):
         if not _misses(costs[candidates[i]], low):
-            total += np.exp((low - costs[candidates[i]]) / scale)
+            total += np.exp((low - costs[candidates[i]]) / span / temperature)
     left, last = _fraction(random + _GOLDEN) * total, np.int64(candidates[0])
     for i in range(len(candidates)):
         if not _misses(costs[candidates[i]], low):
             last = np.int64(candidates[i])
-            left -= np.exp((low - costs[last]) / scale)
+            left -= np.exp((low - costs[last]) / span / temperature)
             if left < 0.0:
                 break
     return last

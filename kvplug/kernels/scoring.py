@@ -45,7 +45,7 @@ LAST_RESORT = 1e12
 # share of its price. From 0.03 to 0.3, and accumulated regret instead, did the same.
 _SHARE_OF_POPULAR = 0.3
 _REQUESTS_OF_POPULARITY = 200.0
-# Nor do the first requests make a prefix popular: it is as if so many others had come before.
+# A share of the first few requests says little: it is taken as if so many others had come before.
 _REQUESTS_BEFORE = 16.0
 
 

@@ -125,15 +125,21 @@ def test_to_evict_costs_more_where_another_rank_has_room():
 def test_who_does_not_fit_with_what_runs_waits_by_littles_law():
     # 100 blocks in use by four requests, of which one waits; ten more do not fit.
     crowded = rank_with(active_blocks=100.0, num_running=4.0, num_waiting=1.0)
-    traffic = QUIET | {"answer_ms": 300.0}
+    traffic = QUIET | {"answer_ms": 300.0, "usual_capacity": 100.0}
     _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [NOTHING])
-    waited = (
-        300 * (1 + 10 / 25) / 3
-    )  # who waits, and the share of one who has to end, over who runs
+    # Who waits, and the share of one who has to end, over who runs.
+    waited = 300 * (1 + 10 / 25) / 3
     assert cost[0] - own[0] == pytest.approx(2 * waited)
     _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [(5, 5, 0)])
     waited = 300 * (1 + 5 / 25) / 3
     assert cost[0] - own[0] == pytest.approx(waited), "half of the prompt is there"
+
+
+def test_nobody_waits_for_room_where_no_capacity_is_known():
+    crowded = rank_with(active_blocks=100.0, num_running=4.0, capacity_blocks=0.0)
+    traffic = QUIET | {"answer_ms": 300.0}
+    _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [NOTHING])
+    assert cost.tolist() == own.tolist()
 
 
 def test_answers_teach_how_long_they_are_and_take():

@@ -126,7 +126,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + answer / 2)
         decode = longer * r["num_running"] * answer
         excess = r["active_blocks"] + stored - room
-        stay = traffic["work_ms"] + traffic["answer_ms"]
+        stay = traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0
         waited = 2 * room_wait_ms(r, excess, room, stay) * min(1.0, stored / max(1, num_blocks))
         costs.append((own, own + delayed * prefill + (1 + delayed) * evicted + waited + decode))
     return costs

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug import BlockStored, EventBatch, Rank, Router, RouterConfig
+from kvplug import BlockStored, EngineModel, EventBatch, Rank, Router, RouterConfig
 from kvplug.errors import ConfigError, HashingError, NoWorkerError
 from kvplug.kernels import costing
 
@@ -110,6 +110,27 @@ def test_hashes_do_as_well_as_tokens(held, tokens):
     hashes = by_hashes.index.hasher.sequence_hashes(array)
     decision = by_hashes.route_hashed(hashes, len(tokens))
     assert seen(decision) == seen(by_tokens.route(tokens))
+
+
+@pytest.mark.parametrize("use_kv_events", [True, False])
+def test_the_less_busy_rank_gets_a_new_prompt_though_no_capacity_is_known(use_kv_events):
+    router = make_router("a", "b", use_kv_events=use_kv_events)
+    for worker in "ab":
+        router.set_engine_model(Rank(worker), EngineModel())
+    prompts = iter(np.arange(6400).reshape(-1, 64))
+
+    def decode(worker):
+        decision = router.route(next(prompts), workers=[worker])
+        router.first_token(decision.request_id)
+        return decision.request_id
+
+    answered = decode("a")
+    router._clock.now_s += 0.3
+    router.finish(answered, 50)
+    for _ in range(10):
+        decode("a")
+    decode("b")
+    assert router.route(next(prompts)).rank == Rank("b")
 
 
 def test_hashes_are_refused_where_block_sizes_differ():
