@@ -108,7 +108,7 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
     block_mm_infos: tuple[_MmInfo | None, ...] | None = None
     cxl_metadata: CxlMetadata | None = None
     moe: MoeLabel | None = None
-    # Left out unless it holds: vllm-router 0.1.17 refuses an event with a boolean in it.
+    # Left out unless it is true: vllm-router 0.1.17 refuses an event with `bigrams: false`.
     bigrams: bool | UnsetType = UNSET
 
     def event(self) -> events.BlockStored | events.BlockCopied:

@@ -523,7 +523,7 @@ def test_encoded_as_vllm_0_32_reads_it():
         "kv_cache_spec_kind": "full_attention",
     }
     assert {name: sent[0].get(name, "missing") for name in expected} == expected
-    assert "bigrams" not in sent[0], "vllm-router refuses what it does not know there"
+    assert "bigrams" not in sent[0], "vllm-router refuses `bigrams: false`"
     assert sent[1] == {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "group_idx": 0}
 
 

@@ -7,12 +7,15 @@ requests at random times at 50, 80 and 95 % of the best throughput that any poli
 loop. The ratio of a cell is kv's mean TTFT, a mean over seeds, over that of the best of WEIGHTS,
 which is chosen cell by cell and with hindsight. Nothing in kvplug is tuned to these scenarios.
 
-Prints ratios, every cell above LIMIT and how much equal runs differ from seed to seed. Writes
-bench-results/sim-sweep.json; a part (--only, of names of scenarios) to sim-sweep-part.json:
+Prints ratios, every cell above LIMIT, geometric means by policy and by load, and how much equal
+runs differ from seed to seed. Writes bench-results/sim-sweep.json; a part (--only, of names of
+scenarios) to sim-sweep-part.json:
 
     {"cells": {"SCENARIO, LOAD": {"ratio", "best": policy, "difference_ms": [mean, half interval],
                                   "policies": {policy: {metric: [of each seed]}}}},
-     "ratio": {"geometric_mean", "worst", "num_cells", "num_above_limit"},
+     "ratio": {"geometric_mean", "worst", "num_cells", "num_above_limit",
+               "of_load": {LOAD: geometric mean}},
+     "times_kv": {policy or "best weight": geometric mean of its mean TTFT over kv's},
      "spread": {"SCENARIO, LOAD": {policy: greatest over least mean TTFT of NUM_SPREAD_SEEDS}}}
 """
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, geometric_mean
@@ -194,7 +198,12 @@ def main() -> None:
     prone = [p for p in results if p.scenario in SPREAD_OF and p.share >= SHARES[1]]
     spread = spread_of(run_points(prone, SPREAD_POLICIES, NUM_SPREAD_SEEDS) if prone else {})
     cells = {str(point): cell_of(each) for point, each in results.items()}
-    content = {"cells": cells, "ratio": _overall(cells), "spread": spread}
+    content = {
+        "cells": cells,
+        "ratio": overall_ratio(cells),
+        "times_kv": times_kv(cells),
+        "spread": spread,
+    }
     _print(content)
     path = RESULTS.with_stem("sim-sweep-part") if options.only else RESULTS
     path.parent.mkdir(exist_ok=True)
@@ -258,14 +267,28 @@ def spread_of(results: Results) -> dict[str, dict[str, float]]:
     }
 
 
-def _overall(cells: dict[str, Any]) -> dict[str, float]:
-    ratios = [cell["ratio"] for cell in cells.values()]
+def overall_ratio(cells: dict[str, Any]) -> dict[str, Any]:
+    """kv over the best weight, in all cells and of each load."""
+    ratios, of_load = [cell["ratio"] for cell in cells.values()], defaultdict(list)
+    for name, cell in cells.items():
+        of_load[name.rpartition(", ")[2]].append(cell["ratio"])
     return {
         "geometric_mean": geometric_mean(ratios),
         "worst": max(ratios),
         "num_cells": len(ratios),
         "num_above_limit": sum(ratio > LIMIT for ratio in ratios),
+        "of_load": {load: geometric_mean(each) for load, each in of_load.items()},
     }
+
+
+def times_kv(cells: dict[str, Any]) -> dict[str, float]:
+    """Mean TTFT over kv's of each other policy, and of the best weight of each cell."""
+    ratios = defaultdict(list)
+    for cell in cells.values():
+        mean = {policy: fmean(each["ttft_mean_ms"]) for policy, each in cell["policies"].items()}
+        for policy, ttft in [*mean.items(), ("best weight", mean[cell["best"]])]:
+            ratios[policy].append(ttft / mean["kv"])
+    return {policy: geometric_mean(each) for policy, each in ratios.items() if policy != "kv"}
 
 
 def _print(content: dict[str, Any]) -> None:
@@ -278,6 +301,8 @@ def _print(content: dict[str, Any]) -> None:
     )
     above = [name for name, cell in cells.items() if cell["ratio"] > LIMIT]
     _print_cells({n: cells[n] for n in sorted(above, key=lambda n: -cells[n]["ratio"])})
+    _print_means("kv over the best weight, by load", overall["of_load"])
+    _print_means("other policies over kv", content["times_kv"])
     if content["spread"]:
         console.print(f"\ngreatest over least mean TTFT of {NUM_SPREAD_SEEDS} seeds\n")
         rows = [
@@ -285,6 +310,11 @@ def _print(content: dict[str, Any]) -> None:
             for name, each in content["spread"].items()
         ]
         console.print(markdown(["cell", *SPREAD_POLICIES], rows))
+
+
+def _print_means(title: str, means: dict[str, float]) -> None:
+    console.print(f"\ngeometric mean of mean TTFT, {title}\n")
+    console.print(markdown([*means], [[f"{mean:.2f}" for mean in means.values()]]))
 
 
 def _print_cells(cells: dict[str, Any]) -> None:
