@@ -16,7 +16,8 @@ from examples.demo.endpoint import LOOPBACK, Endpoint
 from examples.demo.engine_server import EngineServer
 from examples.demo.ports import free_ports
 
-START_LIMIT_S = 60.0
+# The first start compiles kernels: half a minute, several times as long on a busy machine.
+START_LIMIT_S = 300.0
 
 
 class RouterProcess:

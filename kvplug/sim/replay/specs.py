@@ -67,7 +67,7 @@ def settings_of(values: dict[str, Any]) -> EngineSettings:
     try:
         return msgspec.convert(values, EngineSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"an engine cannot be so: {error}") from error
+        raise ConfigError(f"settings of an engine: {error}") from error
 
 
 def read_fleet(path: Path, values: dict[str, Any]) -> list[EngineSettings]:

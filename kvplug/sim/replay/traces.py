@@ -36,7 +36,9 @@ Kind = Literal["mooncake", "log"]
 MOONCAKE_TOKENS: Final = 512
 """Tokens that a hash id of a Mooncake trace stands for."""
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+# A line with a length in bytes or a wrong unit would otherwise ask for all memory.
+_MAX_TOKENS: Final = 10_000_000
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOKENS)]
 _Name = str | int
 
 

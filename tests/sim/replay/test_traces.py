@@ -141,6 +141,7 @@ def test_a_window_is_requests_in_a_row_from_0_s(tmp_path):
         ([], "empty file"),
         ([line(0, 5), line(0, 0)], r"line 2: .*>= 1.*input_length"),
         ([line(0, 5), {"timestamp": 1}], r"line 2: .*input_length"),
+        ([line(0, 10**11)], r"line 1: .*<= 10000000.*input_length"),
         ([line("noon", 5)], r"line 1: .*timestamp"),
         ([line(0, 40, hash_ids=[1])], r"expected 3 hash_ids for 40 tokens in blocks of 16, got 1"),
         ([line(0, 40, hash_ids=[])], r"expected 3 hash_ids"),
