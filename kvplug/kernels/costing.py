@@ -23,13 +23,13 @@ Index = int | np.int64
 # many such requests there are, and how many in flight; tokens to compute for them; tokens and
 # distinct blocks of the prompts in flight; blocks that requests without a first token will store.
 # Its cache: blocks on its device, and for how many there is room, 0 if nobody knows. How fast it
-# is: kvplug/router/engine_model.py.
+# is: kvplug/router/engine_model.py. USUAL_WAIT_MS: what requests would have waited there of late.
 (
     WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, CONTEXT_TOKENS,
     ACTIVE_BLOCKS, COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS,
     FIXED_MS, TOKEN_MS, ATTENTION_MS, HOST_MS, DISK_MS, POOL_MS,
-    BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, NUM_COLUMNS,
-) = range(22)  # fmt: skip
+    BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, USUAL_WAIT_MS, NUM_COLUMNS,
+) = range(23)  # fmt: skip
 
 # What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
 # token to the last.
@@ -48,6 +48,11 @@ _MAX_UTILISATION = 0.9
 _PRICE_WITH_ROOM = 2.0
 # Whoever waits until others leave room in a cache has as many behind as before.
 _PRICE_OF_ROOM = 2.0
+# Where a prefix goes, so many more requests follow it. A long wait is a rare one and says little of
+# the next: it counts as so many mean prefills (docs/decisions.md, 49).
+_NUM_LATER, _LONGEST_WAIT = 20.0, 2.5
+# The mean of waits is over so many requests, and as many for each rank of a large fleet.
+_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK = 64.0, 16.0
 _REQUESTS_OF_RATE, _REQUESTS_OF_REUSE, _ANSWERS_OF_MEAN = 64.0, 1000.0, 50.0
 # A first burst is not taken for the rate: until then FIRST_GAP_MS is believed as many times.
 FIRST_GAP_MS, _FIRST_REQUESTS = 100.0, 8.0
@@ -59,7 +64,8 @@ class Fleet(NamedTuple):
     delayed: how many requests' worth of work is behind a millisecond of prefill, so what it delays;
     reuse: how likely an evicted block is wanted again; block_ms: to compute a block, on average;
     capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected; stay_ms:
-    for how long a request needs its blocks, 0 if no capacity is known: it keeps nobody waiting.
+    for how long a request needs its blocks, 0 if no capacity is known: it keeps nobody waiting;
+    num_later: requests that will follow this one to its rank.
     """
 
     delayed: float
@@ -68,6 +74,7 @@ class Fleet(NamedTuple):
     capacity: float
     answer_tokens: float
     stay_ms: float
+    num_later: float
 
 
 class Prompt(NamedTuple):
@@ -129,6 +136,26 @@ def wait_ms(ranks: F64, rank: Index, now_ms: float) -> float:
     since = max(0.0, now_ms - of(ranks, rank, FIRST_SINCE_MS))
     left = float(of(ranks, rank, WAITING_MS) - min(since, of(ranks, rank, FIRST_MS)))
     return left if of(ranks, rank, NUM_WAITING) > 0.5 else 0.0
+
+
+@inlined
+def _busy_ms(ranks: F64, rank: Index) -> float:
+    """What a prefill takes longer while others decode."""
+    is_busy = of(ranks, rank, NUM_RUNNING) > of(ranks, rank, NUM_WAITING)
+    return of(ranks, rank, BUSY_MS) if is_busy else 0.0
+
+
+@inlined
+def note_waits(ranks: F64, candidates: I64, waits: F64, traffic: F64) -> None:
+    """A request would have waited so long on each rank: what requests see that come at random is
+    what is usual there (Wolff 1982).
+    """
+    share = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(candidates))
+    longest = _LONGEST_WAIT * traffic[WORK_MS]
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        wait = min(waits[rank], longest) + _busy_ms(ranks, rank)
+        ranks[NUM_COLUMNS * rank + USUAL_WAIT_MS] += share * (wait - of(ranks, rank, USUAL_WAIT_MS))
 
 
 @inlined
@@ -198,17 +225,13 @@ def times_of(
     ranks: F64, rank: Index, prompt: Prompt, fleet: Fleet, waited_ms: float, found: Found
 ) -> Times:
     """Of a request on a rank: its own time to first token, to which the fleet's costs add what its
-    prefill delays, what it evicts, waiting for room, what its answer slows down.
+    prefill delays, what it evicts, waiting for room, what requests that follow it will wait, what
+    its answer slows down.
     """
     cached = cached_tokens(prompt, found.num_blocks)
     token, attention = of(ranks, rank, TOKEN_MS), of(ranks, rank, ATTENTION_MS)
     work = found.loading_ms + prefill_ms(token, attention, prompt.num_tokens - cached, cached)
-    busy_ms = (
-        of(ranks, rank, BUSY_MS)
-        if of(ranks, rank, NUM_RUNNING) > of(ranks, rank, NUM_WAITING)
-        else 0.0
-    )
-    own = waited_ms + of(ranks, rank, FIXED_MS) + busy_ms + work
+    own = waited_ms + of(ranks, rank, FIXED_MS) + _busy_ms(ranks, rank) + work
     capacity = capacity_of_rank(ranks, rank, fleet.capacity)
     answer = fleet.answer_tokens
     new_blocks = prompt.num_blocks - found.num_on_device + answer / prompt.block_size
@@ -222,7 +245,8 @@ def times_of(
     room = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
     room *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
-    others = delayed * work + (1.0 + delayed) * evicted + room
+    later = fleet.num_later * of(ranks, rank, USUAL_WAIT_MS)
+    others = delayed * work + (1.0 + delayed) * evicted + room + later
     return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 
 
@@ -277,6 +301,7 @@ def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F
         capacity,
         answer_tokens,
         traffic[WORK_MS] + traffic[ANSWER_MS] if traffic[USUAL_CAPACITY] > 0.0 else 0.0,
+        _NUM_LATER * min(1.0, reuse),
     )
 
 

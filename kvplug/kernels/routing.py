@@ -267,9 +267,11 @@ def route(
             fill_scores(request, candidates, fleet, index, held, bundle)
         if stages == BOTH:
             rank = _pick(candidates, random + np.uint64(i) * _GOLDEN, bundle)
+        if stages & ACCOUNT != 0 and not _can_account(request, rank, bundle):
+            return i
+        if stages & SCORE != 0:
+            costing.note_waits(ranks, candidates, waits, traffic)
         if stages & ACCOUNT != 0:
-            if not _can_account(request, rank, bundle):
-                return i
             _tell(request, rank, held, bundle, row)
             _account(request, rank, fleet, bundle, row)
         start, first = ends[i], last

@@ -142,6 +142,14 @@ def test_nobody_waits_for_room_where_no_capacity_is_known():
     assert cost.tolist() == own.tolist()
 
 
+def test_who_is_followed_avoids_a_rank_where_requests_usually_wait():
+    crowded = rank_with(usual_wait_ms=3.0)
+    for share, num_later in ((0.0, 0), (0.5, 10), (1.0, 20)):
+        traffic = QUIET | {"prompt_blocks": 10.0, "cached_blocks": 10 * share}
+        _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [NOTHING])
+        assert cost[0] - own[0] == pytest.approx(3.0 * num_later)
+
+
 def test_answers_teach_how_long_they_are_and_take():
     traffic = np.zeros(costing.TRAFFIC_WIDTH)
     costing.note_answer(traffic, 32.0, 640.0)

@@ -229,6 +229,7 @@ def route_and_compare(router, twin, tokens, max_tokens, now_ms):
     assert costs[number] <= min(costs) * (1 + 1e-9) + 1e-9
     twin.routed(number, hashes, found, traffic, max_tokens)
     require_noted(traffic, traffic_of(router), twin, number, len(tokens), found, now_ms)
+    require_waits_noted(twin, traffic["work_ms"], now_ms)
     return decision.request_id, number, hashes.tolist()
 
 
@@ -251,6 +252,16 @@ def require_noted(before, after, twin, number, num_tokens, found, now_ms):
         "cached_blocks": 0.999 * before["cached_blocks"] + num_blocks - coming,
     }  # fmt: skip
     assert {name: after[name] for name in expected} == pytest.approx(expected)
+
+
+def require_waits_noted(twin, work_ms, now_ms):
+    """Of each rank, whoever got the request."""
+    waits = twins.waits_ms(twin.before, now_ms)
+    expected = [
+        twins.usual_wait_ms(rank, wait, work_ms, len(waits))
+        for rank, wait in zip(twin.before, waits, strict=True)
+    ]
+    assert [rank["usual_wait_ms"] for rank in twin.ranks] == pytest.approx(expected)
 
 
 def drawn(router, num_draws=600):

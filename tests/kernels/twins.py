@@ -61,7 +61,7 @@ RANK_COLUMNS = (
     *("waiting_ms", "first_ms", "first_since_ms", "num_waiting", "num_running", "prefill_tokens"),
     *("context_tokens", "active_blocks", "coming_blocks", "resident_blocks", "capacity_blocks"),
     *("fixed_ms", "token_ms", "attention_ms", "host_ms", "disk_ms", "pool_ms"),
-    *("busy_ms", "step_ms", "sequence_ms", "context_ms"),
+    *("busy_ms", "step_ms", "sequence_ms", "context_ms", "usual_wait_ms"),
 )
 
 
@@ -80,6 +80,16 @@ def waits_ms(ranks, now_ms):
         else 0.0
         for r in ranks
     ]
+
+
+def busy_ms(rank):
+    return rank["busy_ms"] if rank["num_running"] > rank["num_waiting"] else 0.0
+
+
+def usual_wait_ms(rank, wait_ms, work_ms, num_ranks):
+    """The mean after one more request, whose wait counts as 2.5 mean prefills at most."""
+    wait, before = min(wait_ms, 2.5 * work_ms) + busy_ms(rank), rank["usual_wait_ms"]
+    return before + (wait - before) / max(64, 16 * num_ranks)
 
 
 def overflow(over, num_new, num_blocks):
@@ -111,6 +121,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     mean_job = max(traffic["work_ms"], block_ms, 1e-6)
     behind = load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5)
     reuse = traffic["cached_blocks"] / max(traffic["prompt_blocks"], 1e-9)
+    num_later = 20 * min(1.0, reuse)
     reuse = max(2.0, reuse) if has_room else reuse
     costs = []
     for r, wait, there, room, mine in zip(ranks, waits, filled, sizes, found, strict=True):
@@ -118,8 +129,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
         new = num_tokens - cached
         prefill = r["token_ms"] * new + r["attention_ms"] * new * (cached + new / 2) + loading_ms
-        busy = r["busy_ms"] if r["num_running"] > r["num_waiting"] else 0.0
-        own = wait + r["fixed_ms"] + busy + prefill
+        own = wait + r["fixed_ms"] + busy_ms(r) + prefill
         stored = num_blocks - num_on_device + answer / size
         evicted = reuse * block_ms * overflow(there - room, stored, num_blocks)
         delayed = behind * min(1.0, (there + stored) / room)
@@ -128,5 +138,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         excess = r["active_blocks"] + stored - room
         stay = traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0
         waited = 2 * room_wait_ms(r, excess, room, stay) * min(1.0, stored / max(1, num_blocks))
-        costs.append((own, own + delayed * prefill + (1 + delayed) * evicted + waited + decode))
+        later = num_later * r["usual_wait_ms"]
+        others = delayed * prefill + (1 + delayed) * evicted + waited + later + decode
+        costs.append((own, own + others))
     return costs

@@ -126,3 +126,12 @@ def test_a_usual_capacity_is_the_median_of_those_that_are_known():
         router.set_cache_capacity(Rank(worker), size)
     assert router.load.usual_capacity([0, 1, 2]) == 300
     assert router.load.usual_capacity([0, 1]) == 100
+
+
+def test_a_newcomer_is_taken_to_be_as_busy_as_the_fleet_usually_is():
+    router = make_router()
+    router.load.ranks[:, costing.USUAL_WAIT_MS] = 3.0, 6.0, 9.0
+    router.add_worker("d")
+    router.remove_worker("c")
+    router.add_worker("c")
+    assert seen(router, costing.USUAL_WAIT_MS) == [3.0, 6.0, 6.0, 6.0]
