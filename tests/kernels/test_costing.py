@@ -95,16 +95,16 @@ def test_the_worked_example_of_the_docs():
     """docs/routing.md, "A worked example": change both together."""
     holder = rank_with(
         resident_blocks=100.0, waiting_ms=60.0, first_ms=60.0, num_waiting=1.0, num_running=3.0,
-        coming_blocks=25.0, busy_ms=10.0, fixed_ms=2.0, sequence_ms=0.1,
+        coming_blocks=25.0, busy_ms=10.0, fixed_ms=2.0, sequence_ms=0.1, usual_wait_ms=12.0,
     )  # fmt: skip
-    other = rank_with(resident_blocks=100.0, fixed_ms=2.0, sequence_ms=0.1)
+    other = rank_with(resident_blocks=100.0, fixed_ms=2.0, sequence_ms=0.1, usual_wait_ms=6.0)
     traffic = dict.fromkeys(TRAFFIC, 0.0) | {
         "gap_ms": 20.0, "work_ms": 20.0, "prompt_blocks": 100.0, "cached_blocks": 80.0,
         "answer_tokens": 32.0,
     }  # fmt: skip
     _, own, cost = fleet_costs([holder, other], traffic, 0.0, 816, 16, np.inf, [MOST, NOTHING])
     assert own.tolist() == pytest.approx([73.6, 83.6])
-    assert cost.tolist() == pytest.approx([103.57, 450.32], abs=0.005)
+    assert cost.tolist() == pytest.approx([295.57, 546.32], abs=0.005)
 
 
 def test_an_idle_empty_fleet_costs_the_prefill():

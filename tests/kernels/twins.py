@@ -108,9 +108,8 @@ def room_wait_ms(rank, excess, capacity, stay_ms):
     return stay_ms * (rank["num_waiting"] + min(1.0, excess * in_flight / active)) / running
 
 
-def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
-    """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
-    num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
+def fleet_of(ranks, traffic, waits, num_blocks, size, max_answer):
+    """What holds for all ranks as a request comes."""
     answer = min(traffic["answer_tokens"], max_answer)
     filled = [r["resident_blocks"] + r["coming_blocks"] for r in ranks]
     usual = traffic["usual_capacity"] or max(f + 1 for f in filled)
@@ -119,26 +118,39 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     block_ms = size * sum(r["token_ms"] for r in ranks) / len(ranks)
     load = min(0.9, traffic["work_ms"] / max(traffic["gap_ms"] * len(ranks), 1e-9))
     mean_job = max(traffic["work_ms"], block_ms, 1e-6)
-    behind = load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5)
     reuse = traffic["cached_blocks"] / max(traffic["prompt_blocks"], 1e-9)
-    num_later = 20 * min(1.0, reuse)
-    reuse = max(2.0, reuse) if has_room else reuse
+    return {
+        "filled": filled,
+        "sizes": sizes,
+        "answer": answer,
+        "behind": load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5),
+        "block_price": block_ms * (max(2.0, reuse) if has_room else reuse),
+        "stay": traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0,
+        "num_later": 20 * min(1.0, reuse),
+    }
+
+
+def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
+    """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
+    num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
+    fleet = fleet_of(ranks, traffic, waits, num_blocks, size, max_answer)
     costs = []
-    for r, wait, there, room, mine in zip(ranks, waits, filled, sizes, found, strict=True):
+    for r, wait, mine, there, room in zip(
+        ranks, waits, found, fleet["filled"], fleet["sizes"], strict=True
+    ):
         num_blocks_found, num_on_device, loading_ms = mine
         cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
         new = num_tokens - cached
         prefill = r["token_ms"] * new + r["attention_ms"] * new * (cached + new / 2) + loading_ms
         own = wait + r["fixed_ms"] + busy_ms(r) + prefill
-        stored = num_blocks - num_on_device + answer / size
-        evicted = reuse * block_ms * overflow(there - room, stored, num_blocks)
-        delayed = behind * min(1.0, (there + stored) / room)
-        longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + answer / 2)
-        decode = longer * r["num_running"] * answer
-        excess = r["active_blocks"] + stored - room
-        stay = traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0
-        waited = 2 * room_wait_ms(r, excess, room, stay) * min(1.0, stored / max(1, num_blocks))
-        later = num_later * r["usual_wait_ms"]
+        stored = num_blocks - num_on_device + fleet["answer"] / size
+        evicted = fleet["block_price"] * overflow(there - room, stored, num_blocks)
+        delayed = fleet["behind"] * min(1.0, (there + stored) / room)
+        waited = 2 * room_wait_ms(r, r["active_blocks"] + stored - room, room, fleet["stay"])
+        waited *= min(1.0, stored / max(1, num_blocks))
+        later = fleet["num_later"] * r["usual_wait_ms"]
+        longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + fleet["answer"] / 2)
+        decode = longer * r["num_running"] * fleet["answer"]
         others = delayed * prefill + (1 + delayed) * evicted + waited + later + decode
         costs.append((own, own + others))
     return costs
