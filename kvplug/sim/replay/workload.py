@@ -39,21 +39,6 @@ class Workload:
     block_size: int
     requests: Sequence[Request]
 
-    @property
-    def ideal_share(self) -> float:
-        """The share of prompt tokens that one endless cache would find, once all before are in."""
-        seen: set[int] = set()
-        found = total = 0
-        for request in self.requests:
-            for position, block in enumerate(request.blocks.tolist()):
-                if block not in seen:
-                    break
-                found += self.block_size if position < len(request.blocks) else 0
-            seen.update(request.blocks.tolist())
-            seen.update(request.answer_blocks.tolist())
-            total += request.num_tokens
-        return found / max(1, total)
-
 
 class BlockSource:
     """Hashes that nobody else has; the same ones for the same seed."""
