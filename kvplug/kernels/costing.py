@@ -31,6 +31,8 @@ Index = int | np.int64
     BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, USUAL_WAIT_MS, NUM_COLUMNS,
 ) = range(23)  # fmt: skip
 
+UNKNOWN = -1.0  # USUAL_WAIT_MS before the first request
+
 # What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
 # token to the last.
 (
@@ -146,16 +148,31 @@ def _busy_ms(ranks: F64, rank: Index) -> float:
 
 
 @inlined
+def _mean_usual_wait(ranks: F64, candidates: I64) -> float:
+    """Of ranks of which it is known. A newcomer's is taken to be that: at 0 it would draw all at
+    once.
+    """
+    total, num_known = 0.0, 0
+    for i in range(len(candidates)):
+        known = of(ranks, candidates[i], USUAL_WAIT_MS)
+        total += max(0.0, known)
+        num_known += known >= 0.0
+    return total / max(1, num_known)
+
+
+@inlined
 def note_waits(ranks: F64, candidates: I64, waits: F64, traffic: F64) -> None:
     """A request would have waited so long on each rank: what requests see that come at random is
     what is usual there (Wolff 1982).
     """
     share = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(candidates))
-    longest = _LONGEST_WAIT * traffic[WORK_MS]
+    longest, of_others = _LONGEST_WAIT * traffic[WORK_MS], _mean_usual_wait(ranks, candidates)
     for i in range(len(candidates)):
         rank = candidates[i]
         wait = min(waits[rank], longest) + _busy_ms(ranks, rank)
-        ranks[NUM_COLUMNS * rank + USUAL_WAIT_MS] += share * (wait - of(ranks, rank, USUAL_WAIT_MS))
+        known = of(ranks, rank, USUAL_WAIT_MS)
+        before = known if known >= 0.0 else of_others
+        ranks[NUM_COLUMNS * rank + USUAL_WAIT_MS] = before + share * (wait - before)
 
 
 @inlined
@@ -245,7 +262,7 @@ def times_of(
     room = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
     room *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
-    later = fleet.num_later * of(ranks, rank, USUAL_WAIT_MS)
+    later = fleet.num_later * max(0.0, of(ranks, rank, USUAL_WAIT_MS))
     others = delayed * work + (1.0 + delayed) * evicted + room + later
     return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 

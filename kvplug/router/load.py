@@ -141,7 +141,7 @@ class ActiveLoad:
             self.finish(request_id, now_s)
         self.empty_cache(number)
         self.ranks[number, : costing.FIXED_MS] = 0.0
-        self.ranks[number, costing.USUAL_WAIT_MS] = self._mean_usual_wait()
+        self.ranks[number, costing.USUAL_WAIT_MS] = costing.UNKNOWN
 
     def deadline_s(self, now_s: float) -> float:
         """When a request that starts now stops counting."""
@@ -152,17 +152,13 @@ class ActiveLoad:
         missing = num_ranks - len(self._waiting)
         if missing > 0:
             rows: F64 = np.zeros((missing, costing.NUM_COLUMNS))
-            rows[:, costing.USUAL_WAIT_MS] = self._mean_usual_wait()
+            rows[:, costing.USUAL_WAIT_MS] = costing.UNKNOWN
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing
             self.changes.count += 1
         self.active.reserve(num_blocks)
         self.forecast.reserve(num_ranks, num_blocks)
-
-    def _mean_usual_wait(self) -> float:
-        """That of the fleet is taken for a newcomer's: at 0 it would draw all at once."""
-        return float(self.ranks[:, costing.USUAL_WAIT_MS].mean()) if len(self.ranks) else 0.0
 
     def prefilled_since(self, request: ActiveRequest) -> float:
         """Prompt tokens that its rank has computed for others since its own."""

@@ -257,10 +257,7 @@ def require_noted(before, after, twin, number, num_tokens, found, now_ms):
 def require_waits_noted(twin, work_ms, now_ms):
     """Of each rank, whoever got the request."""
     waits = twins.waits_ms(twin.before, now_ms)
-    expected = [
-        twins.usual_wait_ms(rank, wait, work_ms, len(waits))
-        for rank, wait in zip(twin.before, waits, strict=True)
-    ]
+    expected = twins.usual_waits_ms(twin.before, waits, work_ms)
     assert [rank["usual_wait_ms"] for rank in twin.ranks] == pytest.approx(expected)
 
 

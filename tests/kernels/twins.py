@@ -86,10 +86,16 @@ def busy_ms(rank):
     return rank["busy_ms"] if rank["num_running"] > rank["num_waiting"] else 0.0
 
 
-def usual_wait_ms(rank, wait_ms, work_ms, num_ranks):
-    """The mean after one more request, whose wait counts as 2.5 mean prefills at most."""
-    wait, before = min(wait_ms, 2.5 * work_ms) + busy_ms(rank), rank["usual_wait_ms"]
-    return before + (wait - before) / max(64, 16 * num_ranks)
+def usual_waits_ms(ranks, waits, work_ms):
+    """The means after one more request, whose wait counts as 2.5 mean prefills at most."""
+    known = [r["usual_wait_ms"] for r in ranks if r["usual_wait_ms"] >= 0] or [0.0]
+    means = []
+    for rank, wait in zip(ranks, waits, strict=True):
+        before = rank["usual_wait_ms"]
+        before = before if before >= 0 else sum(known) / len(known)
+        now = min(wait, 2.5 * work_ms) + busy_ms(rank)
+        means.append(before + (now - before) / max(64, 16 * len(ranks)))
+    return means
 
 
 def overflow(over, num_new, num_blocks):
@@ -148,7 +154,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         delayed = fleet["behind"] * min(1.0, (there + stored) / room)
         waited = 2 * room_wait_ms(r, r["active_blocks"] + stored - room, room, fleet["stay"])
         waited *= min(1.0, stored / max(1, num_blocks))
-        later = fleet["num_later"] * r["usual_wait_ms"]
+        later = fleet["num_later"] * max(0.0, r["usual_wait_ms"])
         longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + fleet["answer"] / 2)
         decode = longer * r["num_running"] * fleet["answer"]
         others = delayed * prefill + (1 + delayed) * evicted + waited + later + decode

@@ -1,5 +1,6 @@
 """What ranks are busy with, accounted for by the routing kernel and given back by ActiveLoad."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,8 +131,12 @@ def test_a_usual_capacity_is_the_median_of_those_that_are_known():
 
 def test_a_newcomer_is_taken_to_be_as_busy_as_the_fleet_usually_is():
     router = make_router()
+    router.route([1])
     router.load.ranks[:, costing.USUAL_WAIT_MS] = 3.0, 6.0, 9.0
-    router.add_worker("d")
     router.remove_worker("c")
     router.add_worker("c")
-    assert seen(router, costing.USUAL_WAIT_MS) == [3.0, 6.0, 6.0, 6.0]
+    router.add_worker("d")
+    router.route([1])
+    # Each is 1 / 64 of the way to the wait that the second request found.
+    usual = seen(router, costing.USUAL_WAIT_MS)
+    assert usual[2] == usual[3] == pytest.approx(4.5, rel=0.05)
