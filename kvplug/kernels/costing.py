@@ -23,24 +23,29 @@ Index = int | np.int64
 # many such requests there are, and how many in flight; tokens to compute for them; tokens and
 # distinct blocks of the prompts in flight; blocks that requests without a first token will store.
 # Its cache: blocks on its device, and for how many there is room, 0 if nobody knows. How fast it
-# is: kvplug/router/engine_model.py. USUAL_WAIT_MS: what requests would have waited there of late.
+# is: kvplug/router/engine_model.py. USUAL_WAIT_MS: what requests would have waited there of late,
+# as noted last at NOTED_MS.
 (
     WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, CONTEXT_TOKENS,
     ACTIVE_BLOCKS, COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS,
     FIXED_MS, TOKEN_MS, ATTENTION_MS, HOST_MS, DISK_MS, POOL_MS,
-    BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, USUAL_WAIT_MS, NUM_COLUMNS,
-) = range(23)  # fmt: skip
+    BUSY_MS, STEP_MS, SEQUENCE_MS, CONTEXT_MS, USUAL_WAIT_MS, NOTED_MS, NUM_COLUMNS,
+) = range(24)  # fmt: skip
 
-UNKNOWN = -1.0  # USUAL_WAIT_MS before the first request
+NEVER_MS = -1e15  # NOTED_MS before the first request
 
 # What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
-# token to the last.
+# token to the last. DISTINCT_BLOCKS: of prompts, blocks that not every
+# candidate held; HELD_BLOCKS: of these, those that the chosen one held.
 (
     NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS, ANSWER_MS,
-) = range(8)  # fmt: skip
-USUAL_CAPACITY = 8  # blocks of a rank's cache, of those that are known; 0: of none
-ASKED_BLOCKS = 9  # of the request at hand: leading blocks whose popularity was asked
-TRAFFIC_WIDTH = 10
+    DISTINCT_BLOCKS, HELD_BLOCKS,
+) = range(10)  # fmt: skip
+USUAL_CAPACITY = 10  # blocks of a rank's cache, of those that are known; 0: of none
+# Of the request at hand: leading blocks whose popularity was asked, and that every candidate holds;
+# -1 if there is but one.
+ASKED_BLOCKS, COMMON_BLOCKS = 11, 12
+TRAFFIC_WIDTH = 13
 
 # A queue is priced as if the fleet were busy nine tenths of the time at most: at 1 a price has no
 # bound, and 0.8 or 0.95 instead made no difference that could be measured.
@@ -51,10 +56,11 @@ _PRICE_WITH_ROOM = 2.0
 # Whoever waits until others leave room in a cache has as many behind as before.
 _PRICE_OF_ROOM = 2.0
 # Where a prefix goes, so many more requests follow it. A long wait is a rare one and says little of
-# the next: it counts as so many mean prefills (docs/decisions.md, 49).
+# the next: of a wait, so many mean prefills count at most (docs/decisions.md, 49).
 _NUM_LATER, _LONGEST_WAIT = 20.0, 2.5
-# The mean of waits is over so many requests, and as many for each rank of a large fleet.
-_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK = 64.0, 16.0
+# The mean of waits is over so many requests, and as many for each rank of a large fleet, but not
+# over a longer time.
+_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK, _MEMORY_MS = 64.0, 16.0, 30_000.0
 _REQUESTS_OF_RATE, _REQUESTS_OF_REUSE, _ANSWERS_OF_MEAN = 64.0, 1000.0, 50.0
 # A first burst is not taken for the rate: until then FIRST_GAP_MS is believed as many times.
 FIRST_GAP_MS, _FIRST_REQUESTS = 100.0, 8.0
@@ -66,8 +72,8 @@ class Fleet(NamedTuple):
     delayed: how many requests' worth of work is behind a millisecond of prefill, so what it delays;
     reuse: how likely an evicted block is wanted again; block_ms: to compute a block, on average;
     capacity: in blocks, of ranks whose own is not known; answer_tokens: that are expected; stay_ms:
-    for how long a request needs its blocks, 0 if no capacity is known: it keeps nobody waiting;
-    num_later: requests that will follow this one to its rank.
+    for how long a request needs its blocks, 0 if no capacity is known; num_later: requests that
+    will follow this one to its rank; mean_wait_ms, least_wait_ms: of the usual waits of candidates.
     """
 
     delayed: float
@@ -77,6 +83,9 @@ class Fleet(NamedTuple):
     answer_tokens: float
     stay_ms: float
     num_later: float
+    mean_wait_ms: float
+    least_wait_ms: float
+    now_ms: float
 
 
 class Prompt(NamedTuple):
@@ -148,31 +157,48 @@ def _busy_ms(ranks: F64, rank: Index) -> float:
 
 
 @inlined
-def _mean_usual_wait(ranks: F64, candidates: I64) -> float:
-    """Of ranks of which it is known. A newcomer's is taken to be that: at 0 it would draw all at
-    once.
+def _is_known(ranks: F64, rank: Index, now_ms: float) -> bool:
+    """Whether requests could have gone there of late: not so for a newcomer, nor for a rank that
+    was away.
     """
-    total, num_known = 0.0, 0
-    for i in range(len(candidates)):
-        known = of(ranks, candidates[i], USUAL_WAIT_MS)
-        total += max(0.0, known)
-        num_known += known >= 0.0
-    return total / max(1, num_known)
+    return bool(now_ms - of(ranks, rank, NOTED_MS) < _MEMORY_MS)
 
 
 @inlined
-def note_waits(ranks: F64, candidates: I64, waits: F64, traffic: F64) -> None:
-    """A request would have waited so long on each rank: what requests see that come at random is
-    what is usual there (Wolff 1982).
-    """
-    share = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(candidates))
-    longest, of_others = _LONGEST_WAIT * traffic[WORK_MS], _mean_usual_wait(ranks, candidates)
+def _usual_waits(ranks: F64, candidates: I64, now_ms: float) -> tuple[float, float]:
+    """The mean and the least of what is known; 0 if nothing is."""
+    total, num_known, least = 0.0, 0, np.inf
     for i in range(len(candidates)):
-        rank = candidates[i]
-        wait = min(waits[rank], longest) + _busy_ms(ranks, rank)
-        known = of(ranks, rank, USUAL_WAIT_MS)
-        before = known if known >= 0.0 else of_others
-        ranks[NUM_COLUMNS * rank + USUAL_WAIT_MS] = before + share * (wait - before)
+        if _is_known(ranks, candidates[i], now_ms):
+            wait = of(ranks, candidates[i], USUAL_WAIT_MS)
+            total, num_known, least = total + wait, num_known + 1, min(least, wait)
+    return (total / num_known, least) if num_known > 0 else (0.0, 0.0)
+
+
+@inlined
+def _usual_wait_ms(ranks: F64, rank: Index, fleet: Fleet) -> float:
+    """Of a rank of which nothing is known, the mean: at 0 it would draw all at once."""
+    if _is_known(ranks, rank, fleet.now_ms):
+        return of(ranks, rank, USUAL_WAIT_MS)
+    return fleet.mean_wait_ms
+
+
+@inlined
+def note_waits(ranks: F64, candidates: I64, fleet: Fleet, waits: F64, traffic: F64) -> None:
+    """Move the usual wait of each candidate on by what this request would have waited there:
+    requests that come at random see what is usual (Wolff 1982). A request that could go to one
+    rank only says nothing of where others should go.
+    """
+    fewest = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(waits))
+    longest = _LONGEST_WAIT * traffic[WORK_MS]
+    for i in range(len(candidates) if len(candidates) > 1 else 0):
+        rank, row = candidates[i], NUM_COLUMNS * candidates[i]
+        wait, usual = min(waits[rank], longest), _usual_wait_ms(ranks, rank, fleet)
+        share = fewest
+        if _is_known(ranks, rank, fleet.now_ms):
+            share = max(fewest, (fleet.now_ms - of(ranks, rank, NOTED_MS)) / _MEMORY_MS)
+        ranks[row + USUAL_WAIT_MS] = usual + share * (wait + _busy_ms(ranks, rank) - usual)
+        ranks[row + NOTED_MS] = fleet.now_ms
 
 
 @inlined
@@ -262,7 +288,7 @@ def times_of(
     room = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
     room *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
-    later = fleet.num_later * max(0.0, of(ranks, rank, USUAL_WAIT_MS))
+    later = fleet.num_later * (_usual_wait_ms(ranks, rank, fleet) - fleet.least_wait_ms)
     others = delayed * work + (1.0 + delayed) * evicted + room + later
     return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 
@@ -290,7 +316,9 @@ def _utilisation(traffic: F64, num_ranks: Index) -> float:
 
 
 @inlined
-def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F64) -> Fleet:
+def fleet_of(
+    ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F64, now_ms: float
+) -> Fleet:
     """The state of the fleet as a request comes.
 
     By queueing theory (M/G/1) a job of x ms delays others by x * load / (1 - load) * (the work that
@@ -308,6 +336,7 @@ def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F
         filled = filled_blocks(ranks, rank) + needed
         num_with_room += filled <= capacity_of_rank(ranks, rank, capacity)
     waiting, block_ms = waiting / num_ranks, token_ms / num_ranks * prompt.block_size
+    mean_wait, least_wait = _usual_waits(ranks, candidates, now_ms)
     load = _utilisation(traffic, num_ranks)
     mean_job = max(traffic[WORK_MS], block_ms, 1e-6)
     reuse = traffic[CACHED_BLOCKS] / max(traffic[PROMPT_BLOCKS], 1e-9)
@@ -318,14 +347,18 @@ def fleet_of(ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F
         capacity,
         answer_tokens,
         traffic[WORK_MS] + traffic[ANSWER_MS] if traffic[USUAL_CAPACITY] > 0.0 else 0.0,
-        _NUM_LATER * min(1.0, reuse),
+        _NUM_LATER * traffic[HELD_BLOCKS] / max(traffic[DISTINCT_BLOCKS], 1e-9),
+        mean_wait,
+        least_wait,
+        now_ms,
     )
 
 
 @inlined
 def note_request(
-    traffic: F64, now_ms: float, work_ms: float, num_blocks: float, cached_blocks: float
-) -> None:
+    traffic: F64, now_ms: float, work_ms: float,
+    num_blocks: float, cached_blocks: float, found_blocks: float,
+) -> None:  # fmt: skip
     """A request was routed: move the means on."""
     num_before = traffic[NUM_ROUTED]
     if num_before > 0:
@@ -335,6 +368,10 @@ def note_request(
     share = max(1.0 / _REQUESTS_OF_RATE, 1.0 / (num_before + 1.0))
     traffic[WORK_MS] += share * (work_ms - traffic[WORK_MS])
     kept = 1.0 - 1.0 / _REQUESTS_OF_REUSE
+    common = traffic[COMMON_BLOCKS]
+    if common >= 0.0:
+        traffic[DISTINCT_BLOCKS] = kept * traffic[DISTINCT_BLOCKS] + num_blocks - common
+        traffic[HELD_BLOCKS] = kept * traffic[HELD_BLOCKS] + found_blocks - common
     traffic[PROMPT_BLOCKS] = kept * traffic[PROMPT_BLOCKS] + num_blocks
     traffic[CACHED_BLOCKS] = kept * traffic[CACHED_BLOCKS] + cached_blocks
     traffic[LAST_MS], traffic[NUM_ROUTED] = now_ms, num_before + 1.0
@@ -376,7 +413,7 @@ def fill_fleet_costs(
     """wait_ms and times_of each rank, by what it has of the prompt (Found)."""
     prompt = Prompt(num_tokens, num_tokens // block_size, block_size, max_answer_tokens)
     fill_waits(ranks, now_ms, out_waits)
-    fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits)
+    fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits, now_ms)
     for r in range(len(out_cost)):
         found = Found(num_found[r], num_on_device[r], loading_ms[r])
         times = times_of(ranks, r, prompt, fleet, out_waits[r], found)

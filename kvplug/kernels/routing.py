@@ -223,7 +223,7 @@ def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64)
     _add_load(ranks, rank, request, num_active, out)
     costing.note_request(
         f64_of(bundle, scoring.TRAFFIC), 1e3 * request.now_s, out[PREFILL], prompt.num_blocks,
-        prompt.num_blocks - coming,
+        prompt.num_blocks - coming, found_of(bundle, rank).num_blocks,
     )  # fmt: skip
     _expect(request, rank, np.int64(out[DEPTH]), out[OWN], bundle)
 
@@ -258,7 +258,7 @@ def route(
         )
         request, rank = Request(mine, prompt, now_s), candidates[0]
         costing.fill_waits(ranks, 1e3 * now_s, waits)
-        fleet = costing.fleet_of(ranks, traffic, candidates, prompt, waits)
+        fleet = costing.fleet_of(ranks, traffic, candidates, prompt, waits, 1e3 * now_s)
         if stages & SCORE != 0:
             if len(tokens) > 0:
                 its_tokens = tokens[start : ends[i]]
@@ -270,7 +270,7 @@ def route(
         if stages & ACCOUNT != 0 and not _can_account(request, rank, bundle):
             return i
         if stages & SCORE != 0:
-            costing.note_waits(ranks, candidates, waits, traffic)
+            costing.note_waits(ranks, candidates, fleet, waits, traffic)
         if stages & ACCOUNT != 0:
             _tell(request, rank, held, bundle, row)
             _account(request, rank, fleet, bundle, row)

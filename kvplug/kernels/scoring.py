@@ -128,6 +128,7 @@ def _fill_times(
     ranks, index_ranks = f64_of(bundle, RANKS), i64_of(bundle, INDEX_RANKS)
     costs, own, waits = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS), f64_of(bundle, WAITS)
     out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
+    common = np.inf
     worths = f64_of(index, matching.CREDITS)[reach.NUM_MASKS :]
     has_forecast = f64_of(bundle, SETTINGS)[COST_IN_MS] > 0
     for i in range(len(candidates)):
@@ -141,6 +142,8 @@ def _fill_times(
         out[2 * num_ranks + rank] = found.loading_ms
         times = costing.times_of(ranks, rank, request.prompt, fleet, waits[rank], found)
         own[rank], costs[rank] = times.own, times.fleet
+        common = min(common, found.num_blocks)
+    f64_of(bundle, TRAFFIC)[costing.COMMON_BLOCKS] = common if len(candidates) > 1 else -1.0
 
 
 @inlined

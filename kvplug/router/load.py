@@ -141,7 +141,7 @@ class ActiveLoad:
             self.finish(request_id, now_s)
         self.empty_cache(number)
         self.ranks[number, : costing.FIXED_MS] = 0.0
-        self.ranks[number, costing.USUAL_WAIT_MS] = costing.UNKNOWN
+        self.ranks[number, costing.NOTED_MS] = costing.NEVER_MS
 
     def deadline_s(self, now_s: float) -> float:
         """When a request that starts now stops counting."""
@@ -152,7 +152,7 @@ class ActiveLoad:
         missing = num_ranks - len(self._waiting)
         if missing > 0:
             rows: F64 = np.zeros((missing, costing.NUM_COLUMNS))
-            rows[:, costing.USUAL_WAIT_MS] = costing.UNKNOWN
+            rows[:, costing.NOTED_MS] = costing.NEVER_MS
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing

@@ -13,12 +13,13 @@ loads = st.lists(
 NAMES = twins.RANK_COLUMNS
 TRAFFIC = (
     *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
-    *("answer_tokens", "answer_ms", "usual_capacity"),
+    *("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity"),
 )
 counts = st.integers(0, 40).map(float)
 ranks = st.lists(
     st.fixed_dictionaries(
         {name: counts if name.startswith("num") else st.floats(0, 200) for name in NAMES}
+        | {"noted_ms": st.just(costing.NEVER_MS) | st.floats(-30_100, 0)}
     ),
     min_size=1,
     max_size=5,
@@ -100,11 +101,11 @@ def test_the_worked_example_of_the_docs():
     other = rank_with(resident_blocks=100.0, fixed_ms=2.0, sequence_ms=0.1, usual_wait_ms=6.0)
     traffic = dict.fromkeys(TRAFFIC, 0.0) | {
         "gap_ms": 20.0, "work_ms": 20.0, "prompt_blocks": 100.0, "cached_blocks": 80.0,
-        "answer_tokens": 32.0,
+        "answer_tokens": 32.0, "distinct_blocks": 100.0, "held_blocks": 80.0,
     }  # fmt: skip
     _, own, cost = fleet_costs([holder, other], traffic, 0.0, 816, 16, np.inf, [MOST, NOTHING])
     assert own.tolist() == pytest.approx([73.6, 83.6])
-    assert cost.tolist() == pytest.approx([295.57, 546.32], abs=0.005)
+    assert cost.tolist() == pytest.approx([199.57, 450.32], abs=0.005)
 
 
 def test_an_idle_empty_fleet_costs_the_prefill():
@@ -142,12 +143,14 @@ def test_nobody_waits_for_room_where_no_capacity_is_known():
     assert cost.tolist() == own.tolist()
 
 
-def test_who_is_followed_avoids_a_rank_where_requests_usually_wait():
-    crowded = rank_with(usual_wait_ms=3.0)
+def test_who_is_followed_avoids_ranks_where_requests_usually_wait_longer():
+    newcomer = rank_with(noted_ms=costing.NEVER_MS)
+    fleet = [rank_with(usual_wait_ms=9.0), rank_with(usual_wait_ms=3.0), newcomer]
     for share, num_later in ((0.0, 0), (0.5, 10), (1.0, 20)):
-        traffic = QUIET | {"prompt_blocks": 10.0, "cached_blocks": 10 * share}
-        _, own, cost = fleet_costs([crowded], traffic, 0.0, 160, 16, np.inf, [NOTHING])
-        assert cost[0] - own[0] == pytest.approx(3.0 * num_later)
+        traffic = QUIET | {"distinct_blocks": 10.0, "held_blocks": 10 * share}
+        _, own, cost = fleet_costs(fleet, traffic, 0.0, 160, 16, np.inf, [NOTHING] * 3)
+        later = np.array([6.0, 0.0, 3.0]) * num_later
+        np.testing.assert_allclose(cost - own, later)
 
 
 def test_answers_teach_how_long_they_are_and_take():

@@ -193,7 +193,7 @@ def traffic_of(router):
     section = router.fleet_index.sections[0]
     arrays = router._decider._arrays_of(section)
     names = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
-    names += ("answer_tokens", "answer_ms", "usual_capacity")
+    names += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
     return dict(zip(names, arrays.traffic.tolist(), strict=False))
 
 
@@ -246,10 +246,13 @@ def require_noted(before, after, twin, number, num_tokens, found, now_ms):
         gap += max(1 / 64, 1 / (n + 8)) * (now_ms - before["last_ms"] - gap)
     mean = before["work_ms"] + max(1 / 64, 1 / (n + 1)) * (work - before["work_ms"])
     coming = max(0, num_blocks - found[number][1])
+    common = min(row[0] for row in found)
     expected = {
         "num_routed": n + 1, "last_ms": now_ms, "gap_ms": gap, "work_ms": mean,
         "prompt_blocks": 0.999 * before["prompt_blocks"] + num_blocks,
         "cached_blocks": 0.999 * before["cached_blocks"] + num_blocks - coming,
+        "distinct_blocks": 0.999 * before["distinct_blocks"] + num_blocks - common,
+        "held_blocks": 0.999 * before["held_blocks"] + found[number][0] - common,
     }  # fmt: skip
     assert {name: after[name] for name in expected} == pytest.approx(expected)
 
@@ -257,7 +260,7 @@ def require_noted(before, after, twin, number, num_tokens, found, now_ms):
 def require_waits_noted(twin, work_ms, now_ms):
     """Of each rank, whoever got the request."""
     waits = twins.waits_ms(twin.before, now_ms)
-    expected = twins.usual_waits_ms(twin.before, waits, work_ms)
+    expected = twins.next_usual_waits_ms(twin.before, now_ms, waits, work_ms)
     assert [rank["usual_wait_ms"] for rank in twin.ranks] == pytest.approx(expected)
 
 

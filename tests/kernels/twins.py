@@ -62,6 +62,7 @@ RANK_COLUMNS = (
     *("context_tokens", "active_blocks", "coming_blocks", "resident_blocks", "capacity_blocks"),
     *("fixed_ms", "token_ms", "attention_ms", "host_ms", "disk_ms", "pool_ms"),
     *("busy_ms", "step_ms", "sequence_ms", "context_ms", "usual_wait_ms"),
+    "noted_ms",
 )
 
 
@@ -86,15 +87,21 @@ def busy_ms(rank):
     return rank["busy_ms"] if rank["num_running"] > rank["num_waiting"] else 0.0
 
 
-def usual_waits_ms(ranks, waits, work_ms):
+def usual_waits_ms(ranks, now_ms):
+    """Of each rank; the mean of the others where nothing was noted for half a minute."""
+    is_known = [now_ms - r["noted_ms"] < 30_000 for r in ranks]
+    known = [r["usual_wait_ms"] for r, yes in zip(ranks, is_known, strict=True) if yes] or [0.0]
+    mean = sum(known) / len(known)
+    return [r["usual_wait_ms"] if yes else mean for r, yes in zip(ranks, is_known, strict=True)]
+
+
+def next_usual_waits_ms(ranks, now_ms, waits, work_ms):
     """The means after one more request, whose wait counts as 2.5 mean prefills at most."""
-    known = [r["usual_wait_ms"] for r in ranks if r["usual_wait_ms"] >= 0] or [0.0]
     means = []
-    for rank, wait in zip(ranks, waits, strict=True):
-        before = rank["usual_wait_ms"]
-        before = before if before >= 0 else sum(known) / len(known)
-        now = min(wait, 2.5 * work_ms) + busy_ms(rank)
-        means.append(before + (now - before) / max(64, 16 * len(ranks)))
+    for rank, wait, usual in zip(ranks, waits, usual_waits_ms(ranks, now_ms), strict=True):
+        share, age_ms = 1 / max(64, 16 * len(ranks)), now_ms - rank["noted_ms"]
+        share = max(share, age_ms / 30_000) if age_ms < 30_000 else share
+        means.append(usual + share * (min(wait, 2.5 * work_ms) + busy_ms(rank) - usual))
     return means
 
 
@@ -114,7 +121,7 @@ def room_wait_ms(rank, excess, capacity, stay_ms):
     return stay_ms * (rank["num_waiting"] + min(1.0, excess * in_flight / active)) / running
 
 
-def fleet_of(ranks, traffic, waits, num_blocks, size, max_answer):
+def fleet_of(ranks, traffic, now_ms, waits, num_blocks, size, max_answer):
     """What holds for all ranks as a request comes."""
     answer = min(traffic["answer_tokens"], max_answer)
     filled = [r["resident_blocks"] + r["coming_blocks"] for r in ranks]
@@ -132,18 +139,20 @@ def fleet_of(ranks, traffic, waits, num_blocks, size, max_answer):
         "behind": load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5),
         "block_price": block_ms * (max(2.0, reuse) if has_room else reuse),
         "stay": traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0,
-        "num_later": 20 * min(1.0, reuse),
+        "num_later": 20 * traffic["held_blocks"] / max(traffic["distinct_blocks"], 1e-9),
+        "usual_waits": usual_waits_ms(ranks, now_ms),
     }
 
 
 def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     """[(own ms, ms for the fleet)] of each rank, as docs/routing.md has it."""
     num_blocks, waits = num_tokens // size, waits_ms(ranks, now_ms)
-    fleet = fleet_of(ranks, traffic, waits, num_blocks, size, max_answer)
+    fleet = fleet_of(ranks, traffic, now_ms, waits, num_blocks, size, max_answer)
     costs = []
-    for r, wait, mine, there, room in zip(
-        ranks, waits, found, fleet["filled"], fleet["sizes"], strict=True
-    ):
+    of_ranks = zip(
+        ranks, waits, found, fleet["filled"], fleet["sizes"], fleet["usual_waits"], strict=True
+    )
+    for r, wait, mine, there, room, usual in of_ranks:
         num_blocks_found, num_on_device, loading_ms = mine
         cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
         new = num_tokens - cached
@@ -154,7 +163,7 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         delayed = fleet["behind"] * min(1.0, (there + stored) / room)
         waited = 2 * room_wait_ms(r, r["active_blocks"] + stored - room, room, fleet["stay"])
         waited *= min(1.0, stored / max(1, num_blocks))
-        later = fleet["num_later"] * max(0.0, r["usual_wait_ms"])
+        later = fleet["num_later"] * (usual - min(fleet["usual_waits"]))
         longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + fleet["answer"] / 2)
         decode = longer * r["num_running"] * fleet["answer"]
         others = delayed * prefill + (1 + delayed) * evicted + waited + later + decode
