@@ -35,8 +35,8 @@ Index = int | np.int64
 NEVER_MS = -1e15  # NOTED_MS before the first request
 
 # What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
-# token to the last. DISTINCT_BLOCKS: of prompts, blocks that not every
-# candidate held; HELD_BLOCKS: of these, those that the chosen one held.
+# token to the last. DISTINCT_BLOCKS: of prompts, blocks that not every candidate held; HELD_BLOCKS:
+# of these, those that the chosen one held.
 (
     NUM_ROUTED, LAST_MS, GAP_MS, WORK_MS, PROMPT_BLOCKS, CACHED_BLOCKS, ANSWER_TOKENS, ANSWER_MS,
     DISTINCT_BLOCKS, HELD_BLOCKS,
@@ -189,14 +189,14 @@ def note_waits(ranks: F64, candidates: I64, fleet: Fleet, waits: F64, traffic: F
     requests that come at random see what is usual (Wolff 1982). A request that could go to one
     rank only says nothing of where others should go.
     """
-    fewest = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(waits))
+    least_share = 1.0 / max(_REQUESTS_OF_WAIT, _REQUESTS_OF_RANK * len(waits))
     longest = _LONGEST_WAIT * traffic[WORK_MS]
     for i in range(len(candidates) if len(candidates) > 1 else 0):
         rank, row = candidates[i], NUM_COLUMNS * candidates[i]
         wait, usual = min(waits[rank], longest), _usual_wait_ms(ranks, rank, fleet)
-        share = fewest
+        share = least_share
         if _is_known(ranks, rank, fleet.now_ms):
-            share = max(fewest, (fleet.now_ms - of(ranks, rank, NOTED_MS)) / _MEMORY_MS)
+            share = max(least_share, (fleet.now_ms - of(ranks, rank, NOTED_MS)) / _MEMORY_MS)
         ranks[row + USUAL_WAIT_MS] = usual + share * (wait + _busy_ms(ranks, rank) - usual)
         ranks[row + NOTED_MS] = fleet.now_ms
 

@@ -27,7 +27,7 @@ from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
 from kvplug.router.load import ActiveLoad
-from kvplug.router.prompt import Prompt
+from kvplug.router.prompt import Prompt, checked_num_tokens
 from kvplug.router.query_first_lock import QueryFirstLock
 
 # Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
@@ -194,7 +194,7 @@ class Router:
         `reports_first_token`: False if nobody will call `first_token`, as for an answer that comes
         as a whole; the prefill then counts as done when it is predicted to be.
         Raises NoWorkerError if nobody can take it, HashingError for token ids outside u32,
-        ConfigError for a request id that is in flight already.
+        ConfigError for a request id that is in flight already, or a `max_tokens` below 0.
         """
         prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
         answer = Answer(max_tokens, reports_first_token)
@@ -217,13 +217,15 @@ class Router:
     ) -> Decision:
         """As `route`, for a prompt of so many tokens whose full blocks are hashed already.
 
-        ConfigError for a fleet with several block sizes.
+        ConfigError for a fleet with several block sizes, and for more hashes than so many tokens
+        have full blocks.
         """
-        prompt = Prompt(NO_TOKENS, 0, as_hashes(sequence_hashes), num_tokens)
+        num_tokens = checked_num_tokens(num_tokens, "num_tokens", "route a request")
+        hashes = as_hashes(sequence_hashes)
+        prompt = Prompt(NO_TOKENS, 0, hashes, num_tokens)
         answer = Answer(max_tokens, reports_first_token)
         with self._lock:
-            if len({section.block_size for section in self.fleet_index.sections}) > 1:
-                raise ConfigError("hashes are of one block size, the fleet has several")
+            self.fleet_index.require_hashed(len(hashes), num_tokens)
             now_s = self._clock()
             self.load.expire(now_s)
             candidates = self._decider.candidates(model, workers)
@@ -262,8 +264,11 @@ class Router:
     def finish(self, request_id: str, num_tokens: int | None = None) -> None:
         """The request is over, for whatever reason; `num_tokens`: how long the answer was.
 
-        UnknownRequestError if it is not in flight.
+        UnknownRequestError if it is not in flight; ConfigError, and nothing done, for a number of
+        tokens below 0.
         """
+        if num_tokens is not None:
+            num_tokens = checked_num_tokens(num_tokens, "num_tokens", f"finish {request_id!r}")
         with self._lock:
             now_s = self._clock()
             request = self.load.finish(request_id, now_s)

@@ -8,6 +8,7 @@ they are in several, each is asked, and the picked one told.
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from collections.abc import Collection
@@ -27,7 +28,7 @@ from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex, Section
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
-from kvplug.router.prompt import Prompt
+from kvplug.router.prompt import Prompt, checked_num_tokens
 from kvplug.router.section_arrays import SectionArrays
 
 I64 = npt.NDArray[np.int64]
@@ -65,8 +66,10 @@ class Answer(NamedTuple):
 
     @property
     def limit(self) -> float:
-        """Tokens at most."""
-        return np.inf if self.max_tokens is None else float(self.max_tokens)
+        """Tokens at most; ConfigError if that is no number of tokens."""
+        if self.max_tokens is None:
+            return math.inf
+        return float(checked_num_tokens(self.max_tokens, "max_tokens", "route a request"))
 
 
 class _Requests(msgspec.Struct, gc=False):

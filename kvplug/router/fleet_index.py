@@ -226,6 +226,19 @@ class FleetIndex:
         places = sorted({self._section_of_number[number] for number in numbers.tolist()})
         return tuple(self.sections[place] for place in places)
 
+    def require_hashed(self, num_hashes: int, num_tokens: int) -> None:
+        """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
+        if len({section.block_size for section in self.sections}) > 1:
+            raise ConfigError("hashes are of one block size, the fleet has several")
+        index = self.sections[0].index
+        # Before the first block, its size may be a guess.
+        num_full = index.hasher.num_blocks(num_tokens) if len(index) else num_tokens
+        if num_hashes > num_full:
+            raise ConfigError(
+                f"cannot look up {num_hashes} hashes: expected at most {num_full}, as "
+                f"{num_tokens} tokens have full blocks of {index.block_size}"
+            )
+
     def section_of(self, rank: Rank) -> Section:
         """The section that a rank is in; any for a rank of a worker that was removed."""
         member = self._members.get(rank.worker)

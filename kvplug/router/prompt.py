@@ -6,7 +6,18 @@ Out: its length, hashes by block size and window.
 
 from __future__ import annotations
 
+from kvplug.errors import ConfigError
 from kvplug.hashing import BlockHasher, Hashes, Tokens
+from kvplug.setting import finite, shown, whole
+
+
+def checked_num_tokens(value: object, name: str, attempt: str) -> int:
+    """A number of tokens that a caller gave; ConfigError if it cannot be one."""
+    number = whole(value)
+    if not finite(number) >= 0:
+        expected = f"expected {name} to be a whole number of tokens, 0 or more"
+        raise ConfigError(f"cannot {attempt}: {expected}, got {shown(value)}")
+    return int(number)
 
 
 class Prompt:

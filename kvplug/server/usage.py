@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,13 +24,16 @@ _EVENT = b"\ndata:"
 _ODD_FIELDS = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "logprob_start_len")
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int | None = None
+    prompt_tokens: _Count
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 

@@ -155,7 +155,7 @@ def test_any_flipped_bit_is_found(path, image):
         for bit in range(8 * len(image)):
             at = bit // 8
             os.pwrite(file.fileno(), bytes([image[at] ^ 1 << bit % 8]), at)
-            with pytest.raises(SnapshotError):
+            with pytest.raises(SnapshotError, match=re.escape(str(path))):
                 snapshot_file.read(path)
             os.pwrite(file.fileno(), image[at : at + 1], at)
     snapshot_file.read(path)

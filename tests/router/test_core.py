@@ -147,6 +147,28 @@ def test_bad_tokens_lose_nothing():
     assert len(router.load) == 0
 
 
+NO_NUMBERS_OF_TOKENS = (-1, 1.5, float("nan"), True, "7", 10**400)
+
+
+@pytest.mark.parametrize("max_tokens", NO_NUMBERS_OF_TOKENS)
+def test_a_bad_limit_of_the_answer_loses_nothing(max_tokens):
+    router = make_router("a")
+    for ask in (router.route, router.route_many):
+        prompt = [PROMPT] if ask == router.route_many else PROMPT
+        with pytest.raises(ConfigError, match="expected max_tokens to be a whole number"):
+            ask(prompt, max_tokens=max_tokens)
+    assert len(router.load) == 0
+
+
+@pytest.mark.parametrize("num_tokens", NO_NUMBERS_OF_TOKENS)
+def test_a_bad_length_of_the_answer_loses_nothing(num_tokens):
+    router = make_router("a")
+    router.route(PROMPT, request_id="r")
+    with pytest.raises(ConfigError, match="cannot finish 'r': expected num_tokens to be a whole"):
+        router.finish("r", num_tokens)
+    router.finish("r", 0)
+
+
 def test_a_removed_worker_leaves_nothing_and_may_return():
     router = make_router("a", "b")
     store(router, "a", PROMPT)

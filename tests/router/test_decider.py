@@ -141,6 +141,22 @@ def test_hashes_are_refused_where_block_sizes_differ():
         router.route_hashed([1, 2], 8)
 
 
+@pytest.mark.parametrize("num_tokens", [-1, 1.5, "8", 10**400])
+def test_hashes_of_no_number_of_tokens_are_refused(num_tokens):
+    with pytest.raises(ConfigError, match="expected num_tokens to be a whole number of tokens"):
+        make_router("a").route_hashed([1, 2], num_tokens)
+
+
+def test_more_hashes_than_full_blocks_are_refused():
+    router = make_router("a", block_size=None)
+    router.route_hashed([1, 2], 8)  # nobody knows yet that blocks have 4 tokens
+    store(router, "a", PROMPT, 4)
+    router.route_hashed([1, 2], 8)
+    with pytest.raises(ConfigError, match="2 hashes: expected at most 1, as 7 tokens have full"):
+        router.route_hashed([1, 2], 7)
+    assert len(router.load) == 2
+
+
 @pytest.mark.parametrize(("slo", "worker"), [(None, "a"), (30.0, "a"), (15.0, "b")])
 def test_a_rank_that_would_miss_the_objective_comes_last(slo, worker):
     router = make_router("a", "b", ttft_slo_ms=slo, speculative_ttl_s=0.0)

@@ -31,6 +31,9 @@ def body(usage):
         (b"", None),
         (b"[" * 100_000, None),
         (body({"prompt_tokens": "many"}), None),
+        (body({"prompt_tokens": -1}), None),
+        (body({"prompt_tokens": 40, "completion_tokens": -1}), None),
+        (body({"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": -1}}), None),
     ],
 )
 def test_usage_is_read_or_not_there(answer, usage):
