@@ -72,12 +72,14 @@ class EventListener:
         self._order(lambda: self._unsubscribe(follower))
 
     def stop(self) -> None:
-        """End the thread and close all sockets."""
+        """End the thread, which closes all sockets; it is left alone if that takes long."""
         self._order(self._end)
         self._thread.join(_STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("the thread of the event sockets is busy: it closes them when it is not")
+            return
         self._wake_read.close()
         self._wake_write.close()
-        self._context.destroy(linger=0)
 
     def _order(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -96,8 +98,13 @@ class EventListener:
                 is_ready = not ready.keys().isdisjoint(subscription.sockets)
                 if is_ready or is_tick or follower in self._replays:
                     self._serve_safely(follower, subscription, is_tick=is_tick)
+        self._close_all()
+
+    def _close_all(self) -> None:
+        # Here, as a socket that another thread closes is an error in the middle of its use.
         for follower in list(self._subscriptions):
             self._unsubscribe(follower)
+        self._context.destroy(linger=0)
 
     def _is_tick(self) -> bool:
         now_s = time.monotonic()

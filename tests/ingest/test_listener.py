@@ -1,5 +1,7 @@
 """The listener on real sockets."""
 
+from threading import Event
+
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
@@ -107,3 +109,27 @@ async def test_unfollow_closes_the_subscription(router, listener, publishers):
 def test_an_endpoint_that_is_none_is_refused_by_name(router, listener, endpoint):
     with pytest.raises(TransportError, match="expected an endpoint like tcp://"):
         listener.follow(Follower(router, Rank("w0")), endpoint)
+
+
+async def test_a_thread_that_is_busy_closes_its_sockets_itself(publishers, monkeypatch, caplog):
+    monkeypatch.setattr("kvplug.ingest.listener._STOP_TIMEOUT_S", 0.01)
+    follower, is_busy, may_go_on = Follower(Router(), Rank("w0")), Event(), Event()
+
+    def be_busy(messages):
+        is_busy.set()
+        assert may_go_on.wait(10)
+
+    monkeypatch.setattr(follower, "receive_many", be_busy)
+    listener = EventListener()
+    listener.start()
+    listener.follow(follower, publishers[0].endpoint)
+    publishers[0].wait_for_a_subscriber()
+    publishers[0].send(message(0, stored(1)))
+    await until(is_busy.is_set, "a message is at hand")
+    listener.stop()
+    assert "is busy" in caplog.text
+    may_go_on.set()
+    await until(lambda: not listener._thread.is_alive(), "the thread has ended")
+    listener.stop()
+    assert "following its events failed" not in caplog.text
+    assert listener._context.closed
