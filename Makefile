@@ -43,8 +43,9 @@ format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 
 .PHONY: test-fast
-test-fast: $(READY)  ## everything that needs no engine, under a minute
-	$(BIN)/pytest -q -m 'not engine'
+test-fast: EXAMPLES ?= 25
+test-fast: $(READY)  ## everything that needs no engine; EXAMPLES of each property (`make test` tries 60)
+	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m 'not engine'
 
 .PHONY: test-kernels
 test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks, on numba 0.65.0 and the newest
@@ -92,7 +93,7 @@ soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, fla
 .PHONY: test
 test: $(READY)  ## everything, real engines included
 	@echo 'make test 1/3: everything that needs no engine'
-	@$(MAKE) --no-print-directory test-fast
+	@$(MAKE) --no-print-directory test-fast EXAMPLES=60
 	@echo 'make test 2/3: the kernels compiled, without JIT, with bounds checks, on two versions of numba'
 	@$(MAKE) --no-print-directory test-kernels
 	@echo 'make test 3/3: real vLLM and SGLang, and the demo (the first run installs the engines, 6.1 GB)'

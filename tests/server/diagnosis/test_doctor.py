@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from kvplug.server.diagnosis.doctor import main
 from tests.server.diagnosis.test_board import SOUND_VLLM, vllm
 from tests.server.diagnosis.test_facts import METRICS
 from tests.server.engine import served
@@ -13,8 +14,23 @@ from tests.server.test_service import routing
 from tests.waiting import until
 
 
-async def doctor(*arguments):
-    """(exit code, stdout, stderr)"""
+@pytest.fixture
+def doctor(monkeypatch, capsys):
+    """(exit code, stdout, stderr) of arguments, in this process: an interpreter takes a second."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    async def run(*arguments):
+        try:
+            code = await asyncio.to_thread(main, arguments)
+        except SystemExit as stopped:
+            code = stopped.code
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+async def doctor_process(*arguments):
+    """As `doctor`, in a process of its own."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvplug.router", "doctor", *arguments),
         stdout=asyncio.subprocess.PIPE,
@@ -28,7 +44,7 @@ async def doctor(*arguments):
 async def test_findings_of_a_running_router_are_a_table_and_exit_code_1():
     async with routing(vllm(metrics=METRICS)) as (service, _):
         await until(lambda: len(service.diagnosis.look()) == 2, "the block size is found")
-        code, out, err = await doctor("--url", service.url)
+        code, out, err = await doctor_process("--url", service.url)
         [url] = service.fleet.workers
     assert (code, err) == (1, "")
     assert out.splitlines()[:5] == [
@@ -41,7 +57,7 @@ async def test_findings_of_a_running_router_are_a_table_and_exit_code_1():
     assert "  no_event_endpoint\n" in out
 
 
-async def test_workers_can_be_asked_without_a_router():
+async def test_workers_can_be_asked_without_a_router(doctor):
     engine = vllm(kv_event_sources={})
     async with served(engine) as url:
         code, out, err = await doctor("--worker", url, "--block-size", "4")
@@ -52,7 +68,7 @@ async def test_workers_can_be_asked_without_a_router():
         assert (code, "worker_down" in out) == (1, True)
 
 
-async def test_a_sound_fleet_is_exit_code_0(publisher):
+async def test_a_sound_fleet_is_exit_code_0(doctor, publisher):
     engine = vllm()
     engine.says = SOUND_VLLM
     async with served(engine) as url:
@@ -61,7 +77,7 @@ async def test_a_sound_fleet_is_exit_code_0(publisher):
 
 
 @pytest.mark.parametrize("answer", [None, b"<html>", {"status": "ok"}])
-async def test_nobody_to_ask_is_exit_code_2(answer):
+async def test_nobody_to_ask_is_exit_code_2(doctor, answer):
     engine = vllm()
     async with served(engine) as url:
         if answer is None:
@@ -71,7 +87,7 @@ async def test_nobody_to_ask_is_exit_code_2(answer):
     assert err.startswith(f"doctor: no answer from a router at {url}: ")
 
 
-async def test_wrong_arguments_are_exit_code_2_with_a_sentence():
+async def test_wrong_arguments_are_exit_code_2_with_a_sentence(doctor):
     code, _, err = await doctor("--worker", "nonsense")
     assert code == 2
     assert "no http URL" in err
