@@ -1,5 +1,6 @@
 """The door: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
 
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ def main() -> int:
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     compile_kernels()  # before the first request and the first event, not during them
+    gc.freeze()  # what is there now stays: to look through it again stops all streams for 80 ms
     try:
         uvloop.run(serve(config))
     except KvplugError as error:

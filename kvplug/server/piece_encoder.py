@@ -3,10 +3,11 @@
 In:  a tokenizer, texts.   Out: uint32 token ids, equal to those of the text as a whole.
 
 Requests that share a prefix share its pieces, so tokenizing costs what is new in a request. A text
-is cut after every PIECE_CHARS characters, at the next space between a letter, a digit or simple
-punctuation and a small letter. The pre-tokenizers in `_splits_there` begin a new word at such a
-space whatever is around it, and byte-level BPE takes each word by itself. With any other tokenizer
-texts are not cut.
+is cut into large pieces, and those that are not known into small ones: few have to be looked up,
+and little of a shared prefix is tokenized with what follows it. A piece ends at the first space
+behind its size that is between a letter, a digit or simple punctuation and a small letter. The
+pre-tokenizers in `_splits_there` begin a new word at such a space whatever is around it, and
+byte-level BPE takes each word by itself. With any other tokenizer texts are not cut.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 U32 = npt.NDArray[np.uint32]
 
-PIECE_CHARS: Final = 1024
-MAX_PIECES: Final = 32_768
+LARGE_CHARS: Final = 4096
+SMALL_CHARS: Final = 256
+MAX_LARGE: Final = 4096
+MAX_SMALL: Final = 65_536
 _CUT: Final = re.compile(r"(?<=[A-Za-z0-9.,;:)]) (?=[a-z])")
 _BEFORE_CUT: Final = re.compile(r"[A-Za-z0-9.,;:)]\Z")
 # GPT-2's words are built into `ByteLevel`; these are those of Llama 3, and of Qwen 2 and later. In
@@ -38,7 +41,7 @@ _WORDS: Final = frozenset(
 
 
 class PieceEncoder:
-    """encode a text; num_new_characters of one. `cuts`: whether pieces are kept. Thread-safe."""
+    """encode a text. `cuts`: whether pieces are kept. Thread-safe."""
 
     def __init__(self, backend: Tokenizer) -> None:
         """The tokenizer must not change from now on."""
@@ -46,41 +49,86 @@ class PieceEncoder:
         leading = _leading_special_ids(backend)
         self.cuts = leading is not None and _can_be_cut(json.loads(backend.to_str()))
         self._leading: U32 = np.array(leading or [], dtype=np.uint32)
-        self._known: OrderedDict[str, U32] = OrderedDict()  # the piece used longest ago comes first
+        self._large, self._small = _Pieces(MAX_LARGE), _Pieces(MAX_SMALL)
         self._lock = threading.Lock()
 
-    def encode(self, text: str, *, with_special: bool) -> U32:
-        """Token ids of a text; what the tokenizer raises for one that has none."""
-        if not self.cuts:
-            ids = self._backend.encode(text, add_special_tokens=with_special).ids
-            return np.array(ids, dtype=np.uint32)
-        leading = self._leading if with_special else self._leading[:0]
-        return np.concatenate([leading, *map(self._ids_of, _pieces(text))])
+    def encode(self, text: str, *, with_special: bool, max_new: int) -> U32 | None:
+        """Token ids of a text; what the tokenizer raises for one that has none.
 
-    def num_new_characters(self, text: str) -> int:
-        """How much of a text has to be tokenized: what takes time, a megabyte in 0.1 to 1 s."""
+        None if more than `max_new` characters would have to be tokenized, which is what takes time:
+        0.1 to 1 s for a million.
+        """
         if not self.cuts:
-            return len(text)
-        return sum(len(piece) for piece in _pieces(text) if piece not in self._known)
+            if len(text) > max_new:
+                return None
+            return _ids(self._backend.encode(text, add_special_tokens=with_special))
+        parts, unknown = self._look_up(text)
+        if sum(len(part) for part in parts if isinstance(part, str)) > max_new:
+            return None
+        ids = [self._tokenize(part) if isinstance(part, str) else part for part in parts]
+        self._keep(parts, unknown, ids)
+        return np.concatenate([self._leading if with_special else self._leading[:0], *ids])
 
-    def _ids_of(self, piece: str) -> U32:
+    def _look_up(self, text: str) -> tuple[list[str | U32], list[tuple[str, slice]]]:
+        """What is known of a text, and the small pieces that are not; large ones with their parts,
+        if they are not known.
+        """
+        parts: list[str | U32] = []
+        unknown = []
         with self._lock:
-            ids = self._known.get(piece)
-            if ids is not None:
-                self._known.move_to_end(piece)
-                return ids
-        encoding = self._backend.encode(piece, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.uint32)
+            for piece in _cut(text, LARGE_CHARS):
+                ids = self._large.find(piece)
+                if ids is not None:
+                    parts.append(ids)
+                    continue
+                begin = len(parts)
+                for small in _cut(piece, SMALL_CHARS):
+                    ids = self._small.find(small)
+                    parts.append(small if ids is None else ids)
+                unknown.append((piece, slice(begin, len(parts))))
+        return parts, unknown
+
+    def _tokenize(self, piece: str) -> U32:
+        return _ids(self._backend.encode(piece, add_special_tokens=False))
+
+    def _keep(
+        self, parts: list[str | U32], unknown: list[tuple[str, slice]], ids: list[U32]
+    ) -> None:
         with self._lock:
-            self._known[piece] = ids
-            if len(self._known) > MAX_PIECES:
-                self._known.popitem(last=False)
+            for part, its in zip(parts, ids, strict=True):
+                if isinstance(part, str):
+                    self._small.keep(part, its)
+            for piece, where in unknown:
+                if len(piece) >= LARGE_CHARS:  # else it is the end of one text
+                    self._large.keep(piece, np.concatenate(ids[where]))
+
+
+class _Pieces:
+    """Token ids by piece, of so many; the one used longest ago goes first."""
+
+    def __init__(self, most: int) -> None:
+        self._ids: OrderedDict[str, U32] = OrderedDict()
+        self._most = most
+
+    def find(self, piece: str) -> U32 | None:
+        ids = self._ids.get(piece)
+        if ids is not None:
+            self._ids.move_to_end(piece)
         return ids
 
+    def keep(self, piece: str, ids: U32) -> None:
+        self._ids[piece] = ids
+        if len(self._ids) > self._most:
+            self._ids.popitem(last=False)
 
-def _pieces(text: str) -> Iterator[str]:
+
+def _ids(encoding: Encoding) -> U32:
+    return np.array(encoding.ids, dtype=np.uint32)
+
+
+def _cut(text: str, size: int) -> Iterator[str]:
     start = 0
-    while cut := _CUT.search(text, start + PIECE_CHARS):
+    while cut := _CUT.search(text, start + size):
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]

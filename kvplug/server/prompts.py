@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 # What is short, or short but for what is remembered, is tokenized on the event loop (well under a
 # millisecond); the rest in a thread, where the tokenizer releases the GIL.
 _INLINE_CHARACTERS = 4096
-_MAX_REMEMBERED_CHARACTERS = 2**19
+_MAX_INLINE_BYTES = 2**19
 
 
 class Reason(StrEnum):
@@ -86,12 +87,13 @@ class Prompts:
             if tokenizer is None:
                 self._note(Reason.NO_TOKENIZER)
                 return None
-            num_new = size
-            if _INLINE_CHARACTERS < size <= _MAX_REMEMBERED_CHARACTERS:
-                num_new = tokenizer.num_new_characters(body, is_chat=is_chat)
-            if num_new <= _INLINE_CHARACTERS:
-                return _tokenize(tokenizer, body, is_chat)
-            return await asyncio.to_thread(_tokenize, tokenizer, body, is_chat)
+            if size <= _MAX_INLINE_BYTES:
+                tokens = tokenizer.first(body, is_chat=is_chat, max_new=_INLINE_CHARACTERS)
+                if tokens is not None:
+                    return tokens
+            return await asyncio.to_thread(
+                tokenizer.first, body, is_chat=is_chat, max_new=sys.maxsize
+            )
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
@@ -139,10 +141,3 @@ def _load(model: str, folder: Path) -> PromptTokenizer | None:
             error,
         )
         return None
-
-
-def _tokenize(tokenizer: PromptTokenizer, body: Body, is_chat: bool) -> Tokens | None:
-    if is_chat:
-        return tokenizer.chat(body)
-    prompts = tokenizer.completion(body)
-    return prompts[0] if prompts else None

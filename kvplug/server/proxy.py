@@ -155,20 +155,21 @@ class Proxy:
     async def _stream(
         self, request: web.Request, upstream: aiohttp.ClientResponse, exchange: _Exchange
     ) -> web.StreamResponse:
+        response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
+        stream, decision = Stream(), exchange.decision
         # The first part is awaited before anything goes out: until then another worker can take
         # the request over.
         with _translated():
             part = await upstream.content.readany()
-        decision = exchange.decision
-        self._router.first_token(decision.request_id)
-        response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
-        stream = Stream()
         try:
             await response.prepare(request)
-            while part:
+            if part:
                 await response.write(part)
+            self._router.first_token(decision.request_id)  # behind what the client waits for
+            while part:
                 stream.add(part)
-                part = await self._next_part(upstream, decision)
+                if part := await self._next_part(upstream, decision):
+                    await response.write(part)
             await response.write_eof()
             if upstream.ok and upstream.content.exception() is None:
                 exchange.num_tokens = stream.num_tokens

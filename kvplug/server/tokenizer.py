@@ -102,36 +102,47 @@ class PromptTokenizer:
 
     def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
         """Token ids of each prompt of a /v1/completions body."""
-        for field in ("prompt_embeds", "suffix"):
-            if body.get(field) is not None:
-                raise refusal("read the prompt", f"no {field} in the request", body[field])
-        prompt = body.get("prompt")
+        prompt = _prompt_of(body)
         given = token_id_prompts(prompt)
         if given is not None:
             return [_cut(ids, body) for ids in given]
         with_special = flag(body, "add_special_tokens", True)
-        texts: list[str] = prompt if isinstance(prompt, list) else [str(prompt)]
-        return [self._encode(text, body, with_special) for text in texts]
-
-    def num_new_characters(self, body: Mapping[str, Any], *, is_chat: bool) -> int:
-        """How much of the (first) prompt of a body is not remembered from earlier ones."""
-        if is_chat:
-            text = self._templates.render(body, self._special_tokens)
-        else:
-            prompt = body.get("prompt")
-            text = str(prompt[0] if isinstance(prompt, list) else prompt)
-        return self._encoder.num_new_characters(text)
+        return [self._encode(text, body, with_special) for text in _texts(prompt)]
 
     def chat(self, body: Mapping[str, Any]) -> Tokens:
         """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
+        return self._encode(*self._chat_text(body))
+
+    def first(self, body: Mapping[str, Any], *, is_chat: bool, max_new: int) -> Tokens | None:
+        """Of a chat, or of the first text of a completion.
+
+        None if more than `max_new` characters of it would have to be tokenized: the others are
+        known from earlier prompts.
+        """
+        if is_chat:
+            return self._encode_within(*self._chat_text(body), max_new)
+        with_special = flag(body, "add_special_tokens", True)
+        return self._encode_within(_texts(_prompt_of(body))[0], body, with_special, max_new)
+
+    def _chat_text(self, body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], bool]:
         text = self._templates.render(body, self._special_tokens)
-        return self._encode(text, body, flag(body, "add_special_tokens", False))
+        return text, body, flag(body, "add_special_tokens", False)
 
     def _encode(self, text: str, body: Mapping[str, Any], with_special: bool) -> Tokens:
+        ids = self._encode_within(text, body, with_special, len(text))
+        assert ids is not None
+        return ids
+
+    def _encode_within(
+        self, text: str, body: Mapping[str, Any], with_special: bool, max_new: int
+    ) -> Tokens | None:
         limit = _limit(body) if body.get("truncation_side") is None else None
         try:
             if limit is None:
-                return _cut(self._encoder.encode(text, with_special=with_special), body)
+                ids = self._encoder.encode(text, with_special=with_special, max_new=max_new)
+                return None if ids is None else _cut(ids, body)
+            if len(text) > max_new:
+                return None
             encoding = self._encode_end(text, limit, with_special)
         except Exception as error:
             # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
@@ -144,6 +155,17 @@ class PromptTokenizer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         encoding.truncate(max(0, limit - num_special), direction="left")
         return self._backend.post_process(encoding, add_special_tokens=with_special)
+
+
+def _prompt_of(body: Mapping[str, Any]) -> object:
+    for field in ("prompt_embeds", "suffix"):
+        if body.get(field) is not None:
+            raise refusal("read the prompt", f"no {field} in the request", body[field])
+    return body.get("prompt")
+
+
+def _texts(prompt: object) -> list[str]:
+    return prompt if isinstance(prompt, list) else [str(prompt)]
 
 
 def _limit(body: Mapping[str, Any]) -> int | None:

@@ -90,14 +90,17 @@ def test_pieces_give_the_ids_of_the_whole(backends, monkeypatch_piece, name, par
     assert encoder.cuts
     expected = backend.encode(text, add_special_tokens=with_special).ids
     for _ in range(2):  # the second time from memory
-        assert encoder.encode(text, with_special=with_special).tolist() == expected
+        assert (
+            encoder.encode(text, with_special=with_special, max_new=len(text)).tolist() == expected
+        )
 
 
 @pytest.fixture(scope="module")
 def monkeypatch_piece():
     """Pieces of a few characters, so that short texts are cut often."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_encoder, "PIECE_CHARS", 3)
+        patch.setattr(piece_encoder, "SMALL_CHARS", 3)
+        patch.setattr(piece_encoder, "LARGE_CHARS", 9)
         yield
 
 
@@ -108,18 +111,31 @@ def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(backends, n
     for end in random.Random(1).sample(range(20_000, len(long_text)), 10):
         text = long_text[:end] + " and something else"
         expected = backend.encode(text, add_special_tokens=True).ids
-        assert encoder.encode(text, with_special=True).tolist() == expected
-    assert encoder.num_new_characters(text) == 0
-    assert 0 < encoder.num_new_characters(long_text[:20_000] + "new " * 20) < 2500
+        assert encoder.encode(text, with_special=True, max_new=len(text)).tolist() == expected
+    assert encoder.encode(text, with_special=True, max_new=0).tolist() == expected
+    longer = long_text[:20_000] + "new " * 20
+    assert encoder.encode(longer, with_special=True, max_new=0) is None
+    assert encoder.encode(longer, with_special=True, max_new=1100) is not None
 
 
-def test_only_so_many_pieces_are_kept(backends, monkeypatch):
-    monkeypatch.setattr(piece_encoder, "MAX_PIECES", 3)
+def test_what_is_too_long_to_tokenize_is_not_kept(backends):
+    encoder, text = PieceEncoder(backends["gpt2"]), "one two three " * 50
+    for _ in range(2):
+        assert encoder.encode(text, with_special=False, max_new=len(text) - 1) is None
+    assert encoder.encode(text, with_special=False, max_new=len(text)) is not None
+
+
+@pytest.mark.parametrize("size", ["SMALL", "LARGE"])
+def test_only_so_many_pieces_are_kept(backends, monkeypatch, size):
+    monkeypatch.setattr(piece_encoder, f"MAX_{size}", 3)
+    monkeypatch.setattr(piece_encoder, "MAX_LARGE" if size == "SMALL" else "MAX_SMALL", 0)
+    monkeypatch.setattr(piece_encoder, "LARGE_CHARS", 4)
     encoder = PieceEncoder(backends["gpt2"])
     texts = [f"text{number}" for number in range(5)]
     for text in [texts[0], *texts]:
-        encoder.encode(text, with_special=False)
-    assert [encoder.num_new_characters(text) > 0 for text in texts] == [True] * 2 + [False] * 3
+        encoder.encode(text, with_special=False, max_new=5)
+    known = [encoder.encode(text, with_special=False, max_new=0) is not None for text in texts]
+    assert known == [False] * 2 + [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -145,7 +161,7 @@ def test_tokenizers_that_look_across_a_cut_get_the_whole_text(change):
     assert not encoder.cuts
     text = "in new york. and the end of it " * 100
     expected = backend.encode(text, add_special_tokens=True).ids
-    assert encoder.encode(text, with_special=True).tolist() == expected
+    assert encoder.encode(text, with_special=True, max_new=len(text)).tolist() == expected
 
 
 def test_a_tokenizer_that_rolls_dice_is_asked_each_time():
