@@ -16,7 +16,7 @@ from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from tests.engines.test_vllm_served import complete, ids
 from tests.server.diagnosis.conftest import save_word_tokenizer
-from tests.server.diagnosis.test_doctor import doctor
+from tests.server.diagnosis.test_doctor import doctor_process
 from tests.waiting import until
 
 
@@ -93,7 +93,7 @@ async def test_wrong_settings_are_named_and_their_cures_are_the_engines_flags(en
         assert "--enable-prompt-tokens-details" in findings[Code.NO_CACHED_TOKENS].cure
         assert "--kv-events-config '{" in findings[Code.EVENTS_OFF].cure
         assert "--block-size 32" in findings[Code.BLOCK_SIZE].cure
-        code, out, _ = await doctor("--url", service.url)
+        code, out, _ = await doctor_process("--url", service.url)
         assert code == 1
         assert all(each in out for each in (silent.url, other.url, "no_cached_tokens", "topic"))
 
@@ -111,7 +111,7 @@ async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engine
         assert all(ledger.was_stored)
         assert ledger.num_audited == 10
     worker = f"{other.url},events={other.events_endpoint}"
-    code, out, _ = await doctor("--worker", worker, "--block-size", "32")
+    code, out, _ = await doctor_process("--worker", worker, "--block-size", "32")
     assert (code, out.split()[:2]) == (1, [other.url, "replay_off"])
 
 
