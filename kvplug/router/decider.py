@@ -28,7 +28,7 @@ from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex, Section
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
-from kvplug.router.prompt import Prompt, checked_num_tokens
+from kvplug.router.prompt import MAX_TOKENS, Prompt, checked_num_tokens
 from kvplug.router.section_arrays import SectionArrays
 
 I64 = npt.NDArray[np.int64]
@@ -69,7 +69,8 @@ class Answer(NamedTuple):
         """Tokens at most; ConfigError if that is no number of tokens."""
         if self.max_tokens is None:
             return math.inf
-        return float(checked_num_tokens(self.max_tokens, "max_tokens", "route a request"))
+        limit = checked_num_tokens(self.max_tokens, "max_tokens", "route a request", math.inf)
+        return float(min(limit, MAX_TOKENS))
 
 
 class _Requests(msgspec.Struct, gc=False):

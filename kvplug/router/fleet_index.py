@@ -230,13 +230,14 @@ class FleetIndex:
         """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
         if len({section.block_size for section in self.sections}) > 1:
             raise ConfigError("hashes are of one block size, the fleet has several")
-        index = self.sections[0].index
-        # Before the first block, its size may be a guess.
-        num_full = index.hasher.num_blocks(num_tokens) if len(index) else num_tokens
+        hasher, size = self.sections[0].index.hasher, f"{self.sections[0].block_size} tokens"
+        num_full = hasher.num_blocks(num_tokens)
+        if not len(self.sections[0].index):  # before the first block, its size may be a guess
+            num_full, size = num_tokens, "a token or more"
         if num_hashes > num_full:
             raise ConfigError(
-                f"cannot look up {num_hashes} hashes: expected at most {num_full}, as "
-                f"{num_tokens} tokens have full blocks of {index.block_size}"
+                f"cannot look up {num_hashes} hashes: expected at most {num_full}, the full blocks "
+                f"of {size} in {num_tokens} tokens"
             )
 
     def section_of(self, rank: Rank) -> Section:

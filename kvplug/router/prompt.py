@@ -6,16 +6,25 @@ Out: its length, hashes by block size and window.
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from kvplug.errors import ConfigError
 from kvplug.hashing import BlockHasher, Hashes, Tokens
 from kvplug.setting import finite, shown, whole
 
+MAX_TOKENS: Final = 10_000_000
+"""Of a prompt or an answer: far more than any engine takes, and what the fitted models can bear."""
 
-def checked_num_tokens(value: object, name: str, attempt: str) -> int:
+
+def checked_num_tokens(
+    value: object, name: str, attempt: str, most: float = float(MAX_TOKENS)
+) -> int:
     """A number of tokens that a caller gave; ConfigError if it cannot be one."""
     number = whole(value)
-    if not finite(number) >= 0:
-        expected = f"expected {name} to be a whole number of tokens, 0 or more"
+    if not 0 <= finite(number) <= most:
+        bounds = f"0 to {most:,.0f}" if math.isfinite(most) else "0 or more"
+        expected = f"expected {name} to be a whole number of tokens, {bounds}"
         raise ConfigError(f"cannot {attempt}: {expected}, got {shown(value)}")
     return int(number)
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvplug.audit.router import Usage
+from kvplug.router.prompt import MAX_TOKENS
 
 # The chunk with the usage is the last one before [DONE]; vLLM's has about 500 bytes.
 _TAIL_BYTES = 8192
@@ -24,7 +25,7 @@ _EVENT = b"\ndata:"
 _ODD_FIELDS = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "logprob_start_len")
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _Details(msgspec.Struct):
@@ -66,7 +67,7 @@ def max_tokens_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
     asked = next((body[name] for name in names if body.get(name) is not None), None)
     if asked is None and not is_chat:
         return _COMPLETION_TOKENS
-    return asked if isinstance(asked, int) and asked > 0 else None
+    return min(asked, MAX_TOKENS) if type(asked) is int and asked > 0 else None
 
 
 def unauditable(body: Mapping[str, Any]) -> str | None:

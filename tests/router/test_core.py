@@ -160,7 +160,14 @@ def test_a_bad_limit_of_the_answer_loses_nothing(max_tokens):
     assert len(router.load) == 0
 
 
-@pytest.mark.parametrize("num_tokens", NO_NUMBERS_OF_TOKENS)
+def test_an_answer_may_have_any_limit():
+    router = make_router("a")
+    for limit in (0, 2**31, 10**30):
+        router.finish(router.route(PROMPT, max_tokens=limit).request_id, 10_000_000)
+    assert router.engine_model(Rank("a")).step_ms < 1e4
+
+
+@pytest.mark.parametrize("num_tokens", [*NO_NUMBERS_OF_TOKENS, 10_000_001, 10**30])
 def test_a_bad_length_of_the_answer_loses_nothing(num_tokens):
     router = make_router("a")
     router.route(PROMPT, request_id="r")

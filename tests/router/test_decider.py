@@ -141,7 +141,7 @@ def test_hashes_are_refused_where_block_sizes_differ():
         router.route_hashed([1, 2], 8)
 
 
-@pytest.mark.parametrize("num_tokens", [-1, 1.5, "8", 10**400])
+@pytest.mark.parametrize("num_tokens", [-1, 1.5, "8", 10_000_001, 2**63, 10**400])
 def test_hashes_of_no_number_of_tokens_are_refused(num_tokens):
     with pytest.raises(ConfigError, match="expected num_tokens to be a whole number of tokens"):
         make_router("a").route_hashed([1, 2], num_tokens)
@@ -149,10 +149,14 @@ def test_hashes_of_no_number_of_tokens_are_refused(num_tokens):
 
 def test_more_hashes_than_full_blocks_are_refused():
     router = make_router("a", block_size=None)
+    with pytest.raises(ConfigError, match="at most 1, the full blocks of a token or more in 1 tok"):
+        router.route_hashed([1, 2], 1)
     router.route_hashed([1, 2], 8)  # nobody knows yet that blocks have 4 tokens
     store(router, "a", PROMPT, 4)
     router.route_hashed([1, 2], 8)
-    with pytest.raises(ConfigError, match="2 hashes: expected at most 1, as 7 tokens have full"):
+    with pytest.raises(
+        ConfigError, match="2 hashes: expected at most 1, the full blocks of 4 tokens in 7"
+    ):
         router.route_hashed([1, 2], 7)
     assert len(router.load) == 2
 

@@ -33,6 +33,7 @@ def body(usage):
         (body({"prompt_tokens": "many"}), None),
         (body({"prompt_tokens": -1}), None),
         (body({"prompt_tokens": 40, "completion_tokens": -1}), None),
+        (body({"prompt_tokens": 40, "completion_tokens": 10**30}), None),
         (body({"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": -1}}), None),
     ],
 )
@@ -75,6 +76,9 @@ def test_without_usage_the_events_of_a_stream_are_its_tokens(size):
         ({"max_tokens": 5, "max_completion_tokens": 7}, True, 7),
         ({"max_tokens": "many"}, True, None),
         ({"max_tokens": 0}, False, None),
+        ({"max_tokens": True}, True, None),
+        ({"max_tokens": 5.5}, True, None),
+        ({"max_tokens": 10**400}, True, 10_000_000),
     ],
 )
 def test_how_long_an_answer_may_get(body, is_chat, expected):

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from kvplug.errors import ConfigError
+from kvplug.router.prompt import MAX_TOKENS
 from kvplug.sim.replay.workload import U64, BlockSource, Request, Workload, request_of
 
 Kind = Literal["mooncake", "log"]
@@ -37,8 +38,7 @@ MOONCAKE_TOKENS: Final = 512
 """Tokens that a hash id of a Mooncake trace stands for."""
 
 # A line with a length in bytes or a wrong unit would otherwise ask for all memory.
-_MAX_TOKENS: Final = 10_000_000
-_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_TOKENS)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 _Name = str | int
 
 

@@ -11,6 +11,7 @@ from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from kvplug.sim.service import EngineService
+from kvplug.sim.timing import TimeModel
 from tests.ingest.publisher import stored
 from tests.sim.test_service import config
 from tests.waiting import until
@@ -115,7 +116,8 @@ async def test_engines_that_hash_otherwise_are_named(is_other):
 
 
 async def test_how_large_and_how_fast_an_engine_is_becomes_known():
-    async with routing() as (service, client):
+    # Steps of 9 ms: the end of an answer is not too soon after its first token to be learnt from.
+    async with routing(config(time_model=TimeModel())) as (service, client):
         [rank] = service.router.ranks
         cache_size = service.router.cache_size
         await until(lambda: cache_size(rank).source == "given", "the engine has been asked")
