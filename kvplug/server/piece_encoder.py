@@ -50,7 +50,6 @@ class PieceEncoder:
         self.cuts = leading is not None and _can_be_cut(json.loads(backend.to_str()))
         self._leading: U32 = np.array(leading or [], dtype=np.uint32)
         self._large, self._small = _Pieces(MAX_LARGE), _Pieces(MAX_SMALL)
-        self._lock = threading.Lock()
 
     def encode(self, text: str, *, with_special: bool, max_new: int) -> U32 | None:
         """Token ids of a text; what the tokenizer raises for one that has none.
@@ -62,30 +61,36 @@ class PieceEncoder:
             if len(text) > max_new:
                 return None
             return _ids(self._backend.encode(text, add_special_tokens=with_special))
-        parts, unknown = self._look_up(text)
-        if sum(len(part) for part in parts if isinstance(part, str)) > max_new:
+        found = self._look_up(text, max_new)
+        if found is None:
             return None
+        parts, unknown = found
         ids = [self._tokenize(part) if isinstance(part, str) else part for part in parts]
         self._keep(parts, unknown, ids)
         return np.concatenate([self._leading if with_special else self._leading[:0], *ids])
 
-    def _look_up(self, text: str) -> tuple[list[str | U32], list[tuple[str, slice]]]:
+    def _look_up(
+        self, text: str, max_new: int
+    ) -> tuple[list[str | U32], list[tuple[str, slice]]] | None:
         """What is known of a text, and the small pieces that are not; large ones with their parts,
-        if they are not known.
+        if they are not known. None as soon as too much is not.
         """
         parts: list[str | U32] = []
         unknown = []
-        with self._lock:
-            for piece in _cut(text, LARGE_CHARS):
-                ids = self._large.find(piece)
-                if ids is not None:
-                    parts.append(ids)
-                    continue
-                begin = len(parts)
-                for small in _cut(piece, SMALL_CHARS):
-                    ids = self._small.find(small)
-                    parts.append(small if ids is None else ids)
-                unknown.append((piece, slice(begin, len(parts))))
+        num_new = 0
+        for piece in _cut(text, LARGE_CHARS):
+            ids = self._large.find(piece)
+            if ids is not None:
+                parts.append(ids)
+                continue
+            begin = len(parts)
+            for small in _cut(piece, SMALL_CHARS):
+                ids = self._small.find(small)
+                parts.append(small if ids is None else ids)
+                num_new += len(small) if ids is None else 0
+            if num_new > max_new:
+                return None
+            unknown.append((piece, slice(begin, len(parts))))
         return parts, unknown
 
     def _tokenize(self, piece: str) -> U32:
@@ -94,32 +99,37 @@ class PieceEncoder:
     def _keep(
         self, parts: list[str | U32], unknown: list[tuple[str, slice]], ids: list[U32]
     ) -> None:
-        with self._lock:
-            for part, its in zip(parts, ids, strict=True):
-                if isinstance(part, str):
-                    self._small.keep(part, its)
-            for piece, where in unknown:
-                if len(piece) >= LARGE_CHARS:  # else it is the end of one text
-                    self._large.keep(piece, np.concatenate(ids[where]))
+        for part, its in zip(parts, ids, strict=True):
+            if isinstance(part, str):
+                self._small.keep(part, its)
+        for piece, where in unknown:
+            if len(piece) >= LARGE_CHARS:  # else it is the end of one text
+                self._large.keep(piece, np.concatenate(ids[where]))
 
 
 class _Pieces:
-    """Token ids by piece, of so many; the one used longest ago goes first."""
+    """Token ids by piece, of so many; the one used longest ago goes first.
+
+    Locked for one piece at a time: the event loop does not wait for a thread's long text.
+    """
 
     def __init__(self, most: int) -> None:
         self._ids: OrderedDict[str, U32] = OrderedDict()
         self._most = most
+        self._lock = threading.Lock()
 
     def find(self, piece: str) -> U32 | None:
-        ids = self._ids.get(piece)
-        if ids is not None:
-            self._ids.move_to_end(piece)
-        return ids
+        with self._lock:
+            ids = self._ids.get(piece)
+            if ids is not None:
+                self._ids.move_to_end(piece)
+            return ids
 
     def keep(self, piece: str, ids: U32) -> None:
-        self._ids[piece] = ids
-        if len(self._ids) > self._most:
-            self._ids.popitem(last=False)
+        with self._lock:
+            self._ids[piece] = ids
+            if len(self._ids) > self._most:
+                self._ids.popitem(last=False)
 
 
 def _ids(encoding: Encoding) -> U32:

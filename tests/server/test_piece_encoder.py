@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from kvplug.server import piece_encoder
-from kvplug.server.piece_encoder import PieceEncoder
+from kvplug.server.piece_encoder import PieceEncoder, _cut
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -123,6 +123,20 @@ def test_what_is_too_long_to_tokenize_is_not_kept(backends):
     for _ in range(2):
         assert encoder.encode(text, with_special=False, max_new=len(text) - 1) is None
     assert encoder.encode(text, with_special=False, max_new=len(text)) is not None
+
+
+def test_a_text_is_left_as_soon_as_too_much_of_it_is_new(backends, monkeypatch):
+    num_cut = []
+
+    def cut(text, size):
+        for piece in _cut(text, size):
+            num_cut.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(piece_encoder, "_cut", cut)
+    encoder = PieceEncoder(backends["gpt2"])
+    assert encoder.encode("one two " * 100_000, with_special=False, max_new=10_000) is None
+    assert sum(num_cut) < 30_000  # each is cut twice
 
 
 @pytest.mark.parametrize("size", ["SMALL", "LARGE"])
