@@ -86,6 +86,12 @@ class EventListener:
         self._wake_write.send(b"\0")
 
     def _run(self) -> None:
+        try:
+            self._serve_until_stopped()
+        finally:
+            self._close_all()
+
+    def _serve_until_stopped(self) -> None:
         self._rebuild_poller()
         while not self._stopping:
             ready = dict(self._poller.poll(int(1000 * _TICK_S)))
@@ -98,7 +104,6 @@ class EventListener:
                 is_ready = not ready.keys().isdisjoint(subscription.sockets)
                 if is_ready or is_tick or follower in self._replays:
                     self._serve_safely(follower, subscription, is_tick=is_tick)
-        self._close_all()
 
     def _close_all(self) -> None:
         # Here, as a socket that another thread closes is an error in the middle of its use.

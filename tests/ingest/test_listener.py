@@ -133,3 +133,17 @@ async def test_a_thread_that_is_busy_closes_its_sockets_itself(publishers, monke
     listener.stop()
     assert "following its events failed" not in caplog.text
     assert listener._context.closed
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_thread_that_dies_closes_its_sockets(monkeypatch):
+    listener = EventListener()
+
+    def die():
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(listener, "_is_tick", die)
+    listener.start()
+    await until(lambda: not listener._thread.is_alive(), "the thread has ended")
+    assert listener._context.closed
+    listener.stop()
