@@ -67,8 +67,9 @@ class AppliedMessages:
             self._recent.remember(number, payload)
         if self.last is None and run[0][0] == 0:
             self.flaw = trust.EXACT  # the first that the engine published: nothing is missing
-        self.last = run[-1][0]
-        return self._pass_on([payload for _, payload in run])
+        is_curable = self._pass_on([payload for _, payload in run])
+        self.last = run[-1][0]  # now, as who reads it takes them for applied
+        return is_curable
 
     def apply_unnumbered(self, payload: bytes) -> bool:
         """As `apply`, for a message that says nothing of its place."""

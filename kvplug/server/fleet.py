@@ -31,13 +31,15 @@ logger = logging.getLogger(__name__)
 class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
-    models: by name, what it serves, adapters included.
+    models: by name, what it serves, adapters included; num_times_up: how often it came up, as each
+    time it may be another engine.
     """
 
     spec: WorkerSpec
     follower: Follower | None = None
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
+    num_times_up: int = 0
 
     @property
     def url(self) -> str:
@@ -173,6 +175,7 @@ class Fleet:
         if not worker.is_up:
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
+            worker.num_times_up += 1
             if not self.uses_events:
                 self._router.clear(Rank(worker.url))  # it may come back with an empty cache
 

@@ -315,5 +315,6 @@ class TestShortForm:
         assert kv.cached > turns.cached
         for done in (kv, turns):
             assert 0 < done.ttft_mean <= done.total_mean
-            # Two clients: an answer's time and the rate must fit together.
-            assert done.rps * done.total_mean / 1e3 == pytest.approx(2, rel=0.25)
+            # Two clients: an answer's time and the rate must fit together, in the same units. It is
+            # less than two if one of them is held up.
+            assert 0.9 < done.rps * done.total_mean / 1e3 < 2.6

@@ -232,7 +232,7 @@ SETTINGS = settings(
 
 @settings(SETTINGS, max_examples=NUM_POOL_EXAMPLES)
 @given(sizes=POOL_SIZES, actions=st.lists(ACTIONS, min_size=30, max_size=80))
-def test_the_simulated_cache_does_what_vllm_does(vllm_pool, sizes, actions):
+def compare_pools(vllm_pool, sizes, actions):
     player = Player(sizes)
     for action in actions:
         player.act(*action)
@@ -251,9 +251,9 @@ def count_operation(seen, operation, result, state):
     seen["shared blocks"] += max(state["references"]) > 1
 
 
-def test_the_pool_workloads_had_everything_in_them(vllm_pool):
-    """Of one run: what the comparison above has seen in vLLM."""
-    seen = vllm_pool.seen
+def test_the_simulated_cache_does_what_vllm_does(vllm_pool):
+    compare_pools(vllm_pool)
+    seen = vllm_pool.seen  # and the workloads had everything in them
     assert seen["examples"] >= NUM_POOL_EXAMPLES
     for what in ("stored", "removed", "cleared", "hits", "refused", "shared blocks"):
         assert seen[what] > 100, seen
@@ -297,7 +297,7 @@ def simulated_steps(sizes, arrivals):
 
 @settings(SETTINGS, max_examples=NUM_SCHEDULER_EXAMPLES)
 @given(sizes=SCHEDULER_SIZES, arriving=st.lists(ARRIVALS, min_size=3, max_size=12))
-def test_the_simulated_scheduler_does_what_vllm_does(vllm_scheduler, sizes, arriving):
+def compare_schedulers(vllm_scheduler, sizes, arriving):
     numbers = count()
     arrivals = [
         [
@@ -319,7 +319,8 @@ def count_step(seen, step):
     seen["batches"] += len(step["chunks"]) > 1
 
 
-def test_the_scheduler_workloads_had_everything_in_them(vllm_scheduler):
+def test_the_simulated_scheduler_does_what_vllm_does(vllm_scheduler):
+    compare_schedulers(vllm_scheduler)
     seen = vllm_scheduler.seen
     assert seen["examples"] >= NUM_SCHEDULER_EXAMPLES
     for what in ("stored", "removed", "preemptions", "waiting", "batches"):

@@ -171,7 +171,7 @@ async def test_a_killed_engine_is_left_and_picked_up_again(two_engines):
         assert len(blocks_of(service, engine)) == 0
         await complete_directly(engine, ids(5, 96))
         await until(lambda: len(blocks_of(service, engine)) == 3, "its new blocks are known")
-        assert worker.follower.trust.reason is None
+        await until(lambda: worker.follower.trust.reason is None, "nothing is missing")
         service.router.index.check()
 
 

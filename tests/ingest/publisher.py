@@ -4,6 +4,7 @@ import zmq
 
 from kvplug import codec
 from kvplug.events import BlockStored, EventBatch
+from tests.plugs.stock_client import wait_until
 
 TOPIC = b"kv@pod@model"
 
@@ -36,9 +37,18 @@ class Publisher:
 
     def open(self):
         self._socket = self._context.socket(zmq.XPUB)
-        self._socket.bind(f"tcp://127.0.0.1:{self._port or '*'}")
+        wait_until(self._bind, "the port is free again")
         endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
         self._port = int(endpoint.rpartition(":")[2].rstrip("\0"))
+
+    def _bind(self):
+        try:
+            self._socket.bind(f"tcp://127.0.0.1:{self._port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            return False  # ZMQ closes the socket before it in a thread of its own
+        return True
 
     def wait_for_a_subscriber(self, timeout_ms=10_000):
         """XPUB hands out subscriptions, so nothing is published into the void."""

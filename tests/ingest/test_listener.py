@@ -67,7 +67,8 @@ async def test_a_publisher_that_dies_and_returns_starts_over(router, listener, p
     # A number beyond the last one of the former life must not pass for its continuation.
     publisher.send(message(2, stored(21)))
     await until(lambda: blocks_of(router, "w0") == [21_000], "the new life is followed")
-    assert follower.trust.reason == "the router joined after the engine's first events"
+    reason = "the router joined after the engine's first events"
+    await until(lambda: follower.trust.reason == reason, "the late join is named")
 
 
 async def test_garbage_on_the_socket_harms_nobody(router, listener, publishers):

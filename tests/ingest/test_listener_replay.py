@@ -75,8 +75,12 @@ def router():
 
 @pytest.fixture
 def follower(router):
-    settings = RepairSettings(answer_timeout_s=0.3, confirm_after_s=0.2, pause_s=0.5)
-    return Follower(router, Rank("w"), settings=settings)
+    return Follower(router, Rank("w"), settings=settings_of())
+
+
+def settings_of(*, confirm_after_s=60.0):
+    """By default nothing is asked for in the silence."""
+    return RepairSettings(answer_timeout_s=0.3, confirm_after_s=confirm_after_s, pause_s=0.5)
 
 
 @pytest.fixture
@@ -105,9 +109,8 @@ async def test_a_late_join_and_a_gap_are_filled(router, follower, listener, publ
     assert follower.repair.last_repair_s < 10
 
 
-async def test_a_loss_at_the_end_is_found_in_the_silence(
-    router, follower, listener, publisher, server
-):
+async def test_a_loss_at_the_end_is_found_in_the_silence(router, listener, publisher, server):
+    follower = Follower(router, Rank("w"), settings=settings_of(confirm_after_s=0.2))
     listener.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     server.history = [message(0, stored(1)), message(1, stored(11))]
@@ -136,9 +139,9 @@ async def test_what_the_buffer_no_longer_has_is_named(
     listener.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: len(names(router)) == 3, "what there is is known")
-    await until(lambda: follower.replay_order is None, "the replay has ended")
+    reason = "5 event messages are gone from the engine's replay buffer"
+    await until(lambda: follower.trust.reason == reason, "the loss is named")
     assert follower.trust.level is Trust.STALE
-    assert follower.trust.reason == "5 event messages are gone from the engine's replay buffer"
     assert "buffer_steps" in follower.trust.cure
 
 
@@ -163,7 +166,7 @@ async def test_a_silent_endpoint_is_named_and_asked_again(
     listener.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: "does not answer" in (follower.trust.reason or ""), "it is named")
-    assert follower.repair.num_failures == 3
+    assert follower.repair.num_failures >= 3
     server.is_silent = False
     await until(lambda: follower.trust.level is Trust.EXACT, "it is asked again")
     assert names(router) == [1000, 11_000]

@@ -101,13 +101,13 @@ async def changes_of(subscription, change):
 @pytest.mark.parametrize("bind", [False, True])
 async def test_a_peer_that_goes_silent_is_gone(publisher, relayed, opened, bind):
     if bind:
-        subscription = opened("tcp://127.0.0.1:*", bind=True, heartbeat_s=0.1)
+        subscription = opened("tcp://127.0.0.1:*", bind=True, heartbeat_s=1.0)
         relay = relayed(subscription.endpoint)
         publisher.connect(relay.endpoint)
     else:
         publisher.bind("tcp://127.0.0.1:*")
         relay = relayed(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
-        subscription = opened(relay.endpoint, heartbeat_s=0.1)
+        subscription = opened(relay.endpoint, heartbeat_s=1.0)
     await changes_of(subscription, Connection.CAME)
 
     def is_subscribed():

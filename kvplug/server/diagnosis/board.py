@@ -40,6 +40,7 @@ _RECENT_S = 300.0
 
 class _Asked(NamedTuple):
     at_s: float
+    num_times_up: int
     facts: EngineFacts
     tokenization: Disagreement | None
 
@@ -104,15 +105,21 @@ class Diagnosis:
             await asyncio.sleep(self._config.health_interval_s)
 
     async def _ask_if_due(self, worker: Worker) -> None:
-        asked = self._asked.get(worker.url)
-        if not worker.is_up:
-            self._asked.pop(worker.url, None)  # it may come back as another engine
-        elif asked is None or time.monotonic() - asked.at_s > _ASK_AGAIN_S:
+        asked = self._asked_since_up(worker)
+        if worker.is_up and (asked is None or time.monotonic() - asked.at_s > _ASK_AGAIN_S):
+            num_times_up = worker.num_times_up
             facts = await self._prober.facts(worker.url)
             disagreement = await self._disagreement(worker)
-            self._asked[worker.url] = _Asked(time.monotonic(), facts, disagreement)
+            now_s = time.monotonic()
+            self._asked[worker.url] = _Asked(now_s, num_times_up, facts, disagreement)
             if facts.num_blocks is not None:
                 self._router.set_cache_capacity(Rank(worker.url), facts.num_blocks)
+
+    def _asked_since_up(self, worker: Worker) -> _Asked | None:
+        """What it said, unless it was down since: it may be another engine."""
+        asked = self._asked.get(worker.url)
+        is_same = asked is not None and asked.num_times_up == worker.num_times_up
+        return asked if worker.is_up and is_same else None
 
     async def _disagreement(self, worker: Worker) -> Disagreement | None:
         for model, served in sorted(worker.models.items()):
@@ -135,7 +142,7 @@ class Diagnosis:
         ]
 
     def _view(self, worker: Worker, ledger: RankLedger | None, *, is_alone: bool) -> WorkerView:
-        asked = self._asked.get(worker.url, _Asked(0.0, EngineFacts(), None))
+        asked = self._asked_since_up(worker) or _Asked(0.0, 0, EngineFacts(), None)
         return WorkerView(
             url=worker.url,
             down_because=worker.down_because,

@@ -49,7 +49,9 @@ async def test_findings_are_in_the_log_once_in_health_and_in_the_metrics(caplog)
             assert f"{metric} 1.0" in await response.text()
         engine.says |= SOUND_VLLM  # it comes back with the right one
         service.fleet.mark_down(url, "a test says so")
-        await until(lambda: Code.BLOCK_SIZE not in codes(service), "the finding is over")
+        worker = service.fleet.workers[url]
+        is_over = lambda: worker.is_up and Code.BLOCK_SIZE not in codes(service)  # noqa: E731
+        await until(is_over, "the finding is over")
         async with client.get("/metrics") as response:
             assert f"{metric} 0.0" in await response.text()
     assert caplog.text.count("block_size: expected") == 1

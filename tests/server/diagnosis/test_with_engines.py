@@ -20,14 +20,17 @@ PROMPTS = [[number] * 20 for number in range(10)]
 
 
 @asynccontextmanager
-async def routing(engine_config=None, *, topic="", block_size=4, early_prompt=None, **more):
+async def routing(
+    engine_config=None, *, topic="", block_size=4, early_prompt=None, replays=False, **more
+):
     """A router in front of one simulated engine; (service, client)."""
     async with AsyncExitStack() as started:
         engine = await started.enter_async_context(EngineService(engine_config or config()))
         if early_prompt is not None:
             async with aiohttp.ClientSession(engine.url) as client:
                 await ask_all(client, [early_prompt])
-        spec = WorkerSpec(url=engine.url, events=engine.events_endpoint, topic=topic)
+        replay = engine.replay_endpoint if replays else None
+        spec = WorkerSpec(url=engine.url, events=engine.events_endpoint, topic=topic, replay=replay)
         router = RouterConfig(block_size=block_size)
         settings = ServerConfig(
             workers=(spec,), port=0, router=router, health_interval_s=0.05, **more
@@ -50,7 +53,9 @@ def codes(service):
 
 
 async def test_a_sound_engine_has_no_findings():
-    async with routing() as (service, client):
+    # It says again what it said before the subscription arrived.
+    replaying = config(replay_endpoint="tcp://127.0.0.1:0")
+    async with routing(replaying, replays=True) as (service, client):
         await ask_all(client)
         [rank] = service.router.ledgers()
         ledgers = service.router.ledgers
@@ -65,9 +70,9 @@ async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
 
         def found():
             every = service.diagnosis.look()
-            return [f for f in every if f.code is Code.BLOCK_SIZE and "50 blocks" in f.seen]
+            return [f for f in every if f.code is Code.BLOCK_SIZE and "refused" in f.seen]
 
-        [finding] = await until(found, "all blocks are refused")
+        [finding] = await until(found, "blocks are refused")
         assert "--block-size 4" in finding.cure
 
 
