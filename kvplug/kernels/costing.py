@@ -55,9 +55,10 @@ _MAX_UTILISATION = 0.9
 _PRICE_WITH_ROOM = 2.0
 # Whoever waits until others leave room in a cache has as many behind as before.
 _PRICE_OF_ROOM = 2.0
-# Where a prefix goes, so many more requests follow it. A long wait is a rare one and says little of
-# the next: of a wait, so many mean prefills count at most (docs/decisions.md, 49).
-_NUM_LATER, _LONGEST_WAIT = 20.0, 2.5
+# Where a prefix goes, so many times as many requests follow as blocks are found again on average,
+# and so many at most. A long wait is a rare one and says little of the next: of a wait, so many
+# mean prefills count at most (docs/decisions.md, 49).
+_PRICE_OF_LATER, _MOST_LATER, _LONGEST_WAIT = 1.5, 40.0, 2.5
 # The mean of waits is over so many requests, and as many for each rank of a large fleet, but not
 # over a longer time.
 _REQUESTS_OF_WAIT, _REQUESTS_OF_RANK, _MEMORY_MS = 64.0, 16.0, 30_000.0
@@ -316,6 +317,14 @@ def _utilisation(traffic: F64, num_ranks: Index) -> float:
 
 
 @inlined
+def _num_later(distinct: float, held: float) -> float:
+    """Requests that follow one to its rank. A block that each request finds with the probability p
+    is found p / (1 - p) times after it was computed (the mean of a geometric distribution).
+    """
+    return min(_MOST_LATER, _PRICE_OF_LATER * held / max(distinct - held, 1e-9))
+
+
+@inlined
 def fleet_of(
     ranks: F64, traffic: F64, candidates: I64, prompt: Prompt, waits: F64, now_ms: float
 ) -> Fleet:
@@ -347,7 +356,7 @@ def fleet_of(
         capacity,
         answer_tokens,
         traffic[WORK_MS] + traffic[ANSWER_MS] if traffic[USUAL_CAPACITY] > 0.0 else 0.0,
-        _NUM_LATER * traffic[HELD_BLOCKS] / max(traffic[DISTINCT_BLOCKS], 1e-9),
+        _num_later(traffic[DISTINCT_BLOCKS], traffic[HELD_BLOCKS]),
         mean_wait,
         least_wait,
         now_ms,

@@ -105,7 +105,7 @@ def test_the_worked_example_of_the_docs():
     }  # fmt: skip
     _, own, cost = fleet_costs([holder, other], traffic, 0.0, 816, 16, np.inf, [MOST, NOTHING])
     assert own.tolist() == pytest.approx([73.6, 83.6])
-    assert cost.tolist() == pytest.approx([199.57, 450.32], abs=0.005)
+    assert cost.tolist() == pytest.approx([139.57, 450.32], abs=0.005)
 
 
 def test_an_idle_empty_fleet_costs_the_prefill():
@@ -146,8 +146,8 @@ def test_nobody_waits_for_room_where_no_capacity_is_known():
 def test_who_is_followed_avoids_ranks_where_requests_usually_wait_longer():
     newcomer = rank_with(noted_ms=costing.NEVER_MS)
     fleet = [rank_with(usual_wait_ms=9.0), rank_with(usual_wait_ms=3.0), newcomer]
-    for share, num_later in ((0.0, 0), (0.5, 10), (1.0, 20)):
-        traffic = QUIET | {"distinct_blocks": 10.0, "held_blocks": 10 * share}
+    for held, num_later in ((0.0, 0), (5.0, 1.5), (8.0, 6), (9.9, 40), (10.0, 40)):
+        traffic = QUIET | {"distinct_blocks": 10.0, "held_blocks": held}
         _, own, cost = fleet_costs(fleet, traffic, 0.0, 160, 16, np.inf, [NOTHING] * 3)
         later = np.array([6.0, 0.0, 3.0]) * num_later
         np.testing.assert_allclose(cost - own, later)

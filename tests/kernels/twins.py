@@ -132,6 +132,7 @@ def fleet_of(ranks, traffic, now_ms, waits, num_blocks, size, max_answer):
     load = min(0.9, traffic["work_ms"] / max(traffic["gap_ms"] * len(ranks), 1e-9))
     mean_job = max(traffic["work_ms"], block_ms, 1e-6)
     reuse = traffic["cached_blocks"] / max(traffic["prompt_blocks"], 1e-9)
+    new_blocks = max(traffic["distinct_blocks"] - traffic["held_blocks"], 1e-9)
     return {
         "filled": filled,
         "sizes": sizes,
@@ -139,7 +140,7 @@ def fleet_of(ranks, traffic, now_ms, waits, num_blocks, size, max_answer):
         "behind": load / (1 - load) * (sum(waits) / len(ranks) / mean_job + 0.5),
         "block_price": block_ms * (max(2.0, reuse) if has_room else reuse),
         "stay": traffic["work_ms"] + traffic["answer_ms"] if traffic["usual_capacity"] else 0.0,
-        "num_later": 20 * traffic["held_blocks"] / max(traffic["distinct_blocks"], 1e-9),
+        "num_later": min(40.0, 1.5 * traffic["held_blocks"] / new_blocks),
         "usual_waits": usual_waits_ms(ranks, now_ms),
     }
 
