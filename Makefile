@@ -112,6 +112,10 @@ chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, o
 sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; TRACES=folder SEEDS=N; bench-results/sim-mooncake.json
 	$(BIN)/python -m tests.benchmarks.sim_mooncake --traces $(TRACES) $(if $(SEEDS),--seeds $(SEEDS))
 
+.PHONY: sim-outcome
+sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=name,name SEEDS=N TRACES=folder; bench-results/sim-outcome.json
+	$(BIN)/python -m tests.benchmarks.sim_outcome --traces $(TRACES) $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS))
+
 .PHONY: sim-sweep
 sim-sweep: $(READY)  ## kv against its best weight in 32 scenarios, in virtual time; ONLY=part,part SEEDS=N; half an hour; bench-results/sim-sweep.json
 	$(BIN)/python -m tests.benchmarks.sim_sweep $(if $(ONLY),--only '$(ONLY)') $(if $(SEEDS),--seeds $(SEEDS))

@@ -57,7 +57,7 @@ _PRICE_WITH_ROOM = 2.0
 _PRICE_OF_ROOM = 2.0
 # Where a prefix goes, so many times as many requests follow as blocks are found again on average,
 # and so many at most. A long wait is a rare one and says little of the next: of a wait, so many
-# mean prefills count at most (docs/decisions.md, 49).
+# mean prefills count at most (docs/decisions.md, 49 and 50).
 _PRICE_OF_LATER, _MOST_LATER, _LONGEST_WAIT = 1.5, 40.0, 2.5
 # The mean of waits is over so many requests, and as many for each rank of a large fleet, but not
 # over a longer time.

@@ -119,7 +119,7 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     plan = Plan(seeds, _chosen_routers(options.routers), Results(options.results))
     workloads, missing = all_workloads(options.traces.resolve())
-    cases = [case for workload in workloads for case in _cases(workload, options.only)]
+    cases = [case for workload in workloads for case in cases_of(workload, options.only)]
     if not cases:
         raise SystemExit(f"--only: no case begins with {options.only!r}")
     for sentence in missing:
@@ -138,7 +138,8 @@ def _run_again_once(case: Case, asks: Sequence[Ask], router: Router) -> Run:
         return run(case, asks, router)
 
 
-def _cases(workload: Workload, only: str) -> Iterator[Case]:
+def cases_of(workload: Workload, only: str) -> Iterator[Case]:
+    """Closed loops as text, then as token ids, then open loops; `only`: beginnings of names."""
     closed = [f"c{clients}" for clients in workload.clients]
     plan: Sequence[tuple[Form, Sequence[str]]]
     plan = (("text", closed), ("ids", closed), ("text", OPEN_LOADS))

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.chaos.faults import NO_FAULTS, Fault
-from tests.plugs.stock_client import wait_until
+from tests.ingest.publisher import bind
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _RECONNECT_MS = 50
@@ -190,15 +190,4 @@ class EventProxy:
         if self._downstream is None:
             self._downstream = self._context.socket(zmq.XPUB)
             self._downstream.setsockopt(zmq.SNDHWM, 0)
-            wait_until(self._bind, "the proxy's port is free again", timeout_s=_LIMIT_S)
-
-    def _bind(self):
-        try:
-            self._downstream.bind(f"tcp://127.0.0.1:{self._port or '*'}")
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE:
-                raise
-            return False  # ZMQ closes the socket before it in a thread of its own
-        endpoint = self._downstream.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._port = int(endpoint.rpartition(":")[2])
-        return True
+            self._port = bind(self._downstream, self._port)

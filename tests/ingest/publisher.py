@@ -23,6 +23,25 @@ def message(number, *events, dp_rank=0):
     return [TOPIC, number.to_bytes(8, "big"), payload]
 
 
+def bind(socket, port=0):
+    """Bind to the port, or to any for 0; returns it.
+
+    Waits for it: ZMQ closes the socket that had the port before in a thread of its own.
+    """
+
+    def is_bound():
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            return False
+        return True
+
+    wait_until(is_bound, "the port is free again")
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+
 class Publisher:
     """A PUB socket that can die and come back on its port."""
 
@@ -37,18 +56,7 @@ class Publisher:
 
     def open(self):
         self._socket = self._context.socket(zmq.XPUB)
-        wait_until(self._bind, "the port is free again")
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
-        self._port = int(endpoint.rpartition(":")[2].rstrip("\0"))
-
-    def _bind(self):
-        try:
-            self._socket.bind(f"tcp://127.0.0.1:{self._port or '*'}")
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE:
-                raise
-            return False  # ZMQ closes the socket before it in a thread of its own
-        return True
+        self._port = bind(self._socket, self._port)
 
     def wait_for_a_subscriber(self, timeout_ms=10_000):
         """XPUB hands out subscriptions, so nothing is published into the void."""

@@ -44,6 +44,14 @@ def test_a_stream_is_exact_from_its_first_message_on(applied, number, flaw):
     assert (applied.flaw, applied.last, applied.next_number) == (flaw, number + 1, number + 2)
 
 
+def test_the_last_number_counts_once_its_message_is_applied(applied, sink, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sink, "apply", lambda _: seen.append(applied.last) or Effect())
+    applied.apply([(0, b"a"), (1, b"b")])
+    applied.apply([(2, b"c")])
+    assert (seen, applied.last) == ([None, 1], 2)
+
+
 def test_a_repetition_has_the_number_and_the_bytes(applied):
     applied.apply([(0, b"a"), (1, b"b")])
     assert applied.is_repeated(1, b"b")

@@ -1,7 +1,7 @@
 """Half a minute of silence at the first start would look like a router that hangs."""
 
-import re
 import threading
+import time
 
 import pytest
 
@@ -28,10 +28,12 @@ def test_kernels_from_the_cache_are_no_news(said):
 
 
 def test_a_long_compilation_is_announced_before_it_ends_and_timed(announced, said, caplog):
+    began_s = time.monotonic()
     compile_kernels(lambda: announced.wait(timeout=30), moment_s=0.01)
+    took_s = time.monotonic() - began_s
     began, ended = caplog.messages
     assert "compiling kernels: about half a minute the first time" in began
-    assert re.fullmatch(r"kernels compiled in \d+ s", ended)
+    assert ended in [f"kernels compiled in {seconds} s" for seconds in range(round(took_s) + 1)]
 
 
 def test_a_failure_is_not_followed_by_an_announcement(said):

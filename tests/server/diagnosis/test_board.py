@@ -58,6 +58,20 @@ async def test_findings_are_in_the_log_once_in_health_and_in_the_metrics(caplog)
     assert f"worker {url}: block_size no longer holds" in caplog.text
 
 
+async def test_a_worker_that_was_down_is_asked_anew():
+    engine = vllm(metrics=METRICS)
+    async with routing(engine) as (service, _):
+        await service.diagnosis.stop()  # asked by this test alone
+        await service.diagnosis.ask()
+        assert Code.BLOCK_SIZE in codes(service)
+        engine.says |= SOUND_VLLM  # it comes back with the right one
+        [worker] = service.fleet.workers.values()
+        service.fleet.mark_down(worker.url, "a test says so")
+        await until(lambda: worker.is_up, "it is up again")
+        await service.diagnosis.ask()
+        assert Code.BLOCK_SIZE not in codes(service)
+
+
 async def test_a_worker_that_is_down_has_one_finding():
     async with routing() as (service, _):
         assert codes(service) == {Code.WORKER_DOWN}

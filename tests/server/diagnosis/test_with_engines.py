@@ -17,6 +17,8 @@ from tests.sim.test_service import config
 from tests.waiting import until
 
 PROMPTS = [[number] * 20 for number in range(10)]
+# Says again what it said before the subscription arrived.
+REPLAYING = config(replay_endpoint="tcp://127.0.0.1:0")
 
 
 @asynccontextmanager
@@ -53,9 +55,7 @@ def codes(service):
 
 
 async def test_a_sound_engine_has_no_findings():
-    # It says again what it said before the subscription arrived.
-    replaying = config(replay_endpoint="tcp://127.0.0.1:0")
-    async with routing(replaying, replays=True) as (service, client):
+    async with routing(REPLAYING, replays=True) as (service, client):
         await ask_all(client)
         [rank] = service.router.ledgers()
         ledgers = service.router.ledgers
@@ -65,14 +65,14 @@ async def test_a_sound_engine_has_no_findings():
 
 
 async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
-    async with routing(block_size=8) as (service, client):
+    async with routing(REPLAYING, block_size=8, replays=True) as (service, client):
         await ask_all(client)
 
         def found():
             every = service.diagnosis.look()
-            return [f for f in every if f.code is Code.BLOCK_SIZE and "refused" in f.seen]
+            return [f for f in every if f.code is Code.BLOCK_SIZE and "50 blocks" in f.seen]
 
-        [finding] = await until(found, "blocks are refused")
+        [finding] = await until(found, "all blocks are refused")
         assert "--block-size 4" in finding.cure
 
 
