@@ -22,9 +22,9 @@ Index = int | np.int64
 # of requests without a first token, and of the oldest of them, computed since FIRST_SINCE_MS; how
 # many such requests there are, and how many in flight; tokens to compute for them; tokens and
 # distinct blocks of the prompts in flight; blocks that requests without a first token will store.
-# Its cache: blocks on its device, and for how many there is room, 0 if nobody knows. How fast it
-# is: kvplug/router/engine_model.py. USUAL_WAIT_MS: what requests would have waited there of late,
-# as noted last at NOTED_MS.
+# Its cache: blocks on its device, UNKNOWN_BLOCKS if nobody tells, and for how many there is room,
+# 0 if nobody knows. How fast it is: kvplug/router/engine_model.py. USUAL_WAIT_MS: what requests
+# would have waited there of late, as noted last at NOTED_MS.
 (
     WAITING_MS, FIRST_MS, FIRST_SINCE_MS, NUM_WAITING, NUM_RUNNING, PREFILL_TOKENS, CONTEXT_TOKENS,
     ACTIVE_BLOCKS, COMING_BLOCKS, RESIDENT_BLOCKS, CAPACITY_BLOCKS,
@@ -33,6 +33,7 @@ Index = int | np.int64
 ) = range(24)  # fmt: skip
 
 NEVER_MS = -1e15  # NOTED_MS before the first request
+UNKNOWN_BLOCKS = -1.0
 
 # What the requests of one model and block size are like, as moving means. ANSWER_MS: from the first
 # token to the last. DISTINCT_BLOCKS: of prompts, blocks that not every candidate held; HELD_BLOCKS:
@@ -210,9 +211,15 @@ def capacity_of_rank(ranks: F64, rank: Index, usual: float) -> float:
 
 
 @inlined
+def is_cache_known(ranks: F64, rank: Index) -> bool:
+    """Whether anybody tells how many blocks the rank holds."""
+    return bool(of(ranks, rank, RESIDENT_BLOCKS) >= 0.0)
+
+
+@inlined
 def filled_blocks(ranks: F64, rank: Index) -> float:
-    """What the rank holds, and what is on its way there."""
-    return float(of(ranks, rank, RESIDENT_BLOCKS) + of(ranks, rank, COMING_BLOCKS))
+    """What the rank holds, as far as that is known, and what is on its way there."""
+    return float(max(0.0, of(ranks, rank, RESIDENT_BLOCKS)) + of(ranks, rank, COMING_BLOCKS))
 
 
 class Times(NamedTuple):
@@ -284,7 +291,10 @@ def times_of(
     evicted = fleet.reuse * fleet.block_ms * num_evicted
     filled += new_blocks
     # Nothing is behind a prefill on a rank whose cache is empty: nobody is sent there.
-    delayed = fleet.delayed if filled >= capacity else fleet.delayed * filled / capacity
+    delayed = fleet.delayed * min(1.0, filled / capacity)
+    if not is_cache_known(ranks, rank):
+        # Who counts on nothing there loses nothing, and sends others there whatever it holds.
+        evicted, delayed = 0.0, fleet.delayed
     over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity
     room = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
@@ -343,7 +353,8 @@ def fleet_of(
         waiting += waits[rank]
         token_ms += of(ranks, rank, TOKEN_MS)
         filled = filled_blocks(ranks, rank) + needed
-        num_with_room += filled <= capacity_of_rank(ranks, rank, capacity)
+        has_room = filled <= capacity_of_rank(ranks, rank, capacity)
+        num_with_room += has_room and is_cache_known(ranks, rank)
     waiting, block_ms = waiting / num_ranks, token_ms / num_ranks * prompt.block_size
     mean_wait, least_wait = _usual_waits(ranks, candidates, now_ms)
     load = _utilisation(traffic, num_ranks)

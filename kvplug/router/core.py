@@ -55,7 +55,9 @@ class Router:
             is_wanted=self._lock.is_wanted,
             bounds=self.config.bounds,
         )
-        self.load = ActiveLoad(self.config.request_expiry_s)
+        self.load = ActiveLoad(
+            self.config.request_expiry_s, counts_sent=not self.config.use_kv_events
+        )
         self.cache_sizes = CacheSizes(self.fleet_index, self.load)
         self._speeds = EngineSpeeds(self.fleet_index, self.load)
         self._decider = Decider(self.config, self.fleet_index, self.load, random_)
@@ -147,10 +149,12 @@ class Router:
     def set_worth(self, rank: Rank, worth: float) -> None:
         """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
 
-        For ranks of whose blocks not everything is known (kvplug/ingest/trust.py).
+        For ranks of whose blocks not everything is known (kvplug/ingest/trust.py); 0 for one that
+        publishes no events.
         """
         with self._lock:
             self.fleet_index.set_worth(rank, worth)
+            self.cache_sizes.note_rank(rank)
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
@@ -163,6 +167,7 @@ class Router:
                 turn.give_way()
             self.fleet_index.end_clear(rank)
             self.load.empty_cache(self.fleet_index.numbers.number_of(rank))
+            self.cache_sizes.note_rank(rank)
             return clearing.num_dropped
 
     def save_index(self, path: Path) -> None:

@@ -208,6 +208,10 @@ class FleetIndex:
             self._worth[rank] = worth
             self.section_of(rank).index.set_worth(rank, worth)
 
+    def worth_of(self, rank: Rank) -> float:
+        """What the rank's blocks count for, 0 to 1."""
+        return self._worth.get(rank, 1.0)
+
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """Those of the workers that have this model; one that named none may have any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}
@@ -252,7 +256,7 @@ class FleetIndex:
 
     def _join(self, rank: Rank, section: Section) -> None:
         section.index.add_rank(rank)
-        section.index.set_worth(rank, self._worth.get(rank, 1.0))
+        section.index.set_worth(rank, self.worth_of(rank))
 
     def _clear_all(self, member: _Member) -> None:
         for rank in member.ranks:

@@ -61,8 +61,9 @@ class ActiveLoad:
     of caches; `changes` counts when any of the arrays has become another one.
     """
 
-    def __init__(self, request_expiry_s: float) -> None:
-        self.num_expired = 0
+    def __init__(self, request_expiry_s: float, *, counts_sent: bool = False) -> None:
+        """`counts_sent`: no events tell what a cache holds, but what was sent there does."""
+        self.num_expired, self.counts_sent = 0, counts_sent
         self.changes = Changes()
         self.active = HashTable(self.changes)
         self.forecast = CacheForecast(self.changes)
@@ -73,6 +74,7 @@ class ActiveLoad:
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._waiting: list[deque[ActiveRequest]] = []
         self._prefilled_tokens: list[float] = []
+        self._num_sent: list[float] = []
         self._presumed: list[tuple[float, int, ActiveRequest]] = []
         self._order = count()
 
@@ -139,9 +141,9 @@ class ActiveLoad:
         mine = [i for i, request in self._requests.items() if request.rank_number == number]
         for request_id in mine:
             self.finish(request_id, now_s)
-        self.empty_cache(number)
         self.ranks[number, : costing.FIXED_MS] = 0.0
         self.ranks[number, costing.NOTED_MS] = costing.NEVER_MS
+        self.empty_cache(number)
 
     def deadline_s(self, now_s: float) -> float:
         """When a request that starts now stops counting."""
@@ -153,9 +155,11 @@ class ActiveLoad:
         if missing > 0:
             rows: F64 = np.zeros((missing, costing.NUM_COLUMNS))
             rows[:, costing.NOTED_MS] = costing.NEVER_MS
+            rows[:, costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS if self.counts_sent else 0.0
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing
+            self._num_sent += [0.0] * missing
             self.changes.count += 1
         self.active.reserve(num_blocks)
         self.forecast.reserve(num_ranks, num_blocks)
@@ -169,6 +173,8 @@ class ActiveLoad:
         self.reserve(number + 1)
         self.changes.count += 1  # what is usual may be another number now
         self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
+        if self.counts_sent:
+            self._presume_resident(number)
 
     def usual_capacity(self, numbers: I64) -> float:
         """The median of what is known of these ranks; 0 if nothing is."""
@@ -176,15 +182,25 @@ class ActiveLoad:
         known = known[known > 0]
         return float(np.sort(known)[len(known) // 2]) if len(known) else 0.0
 
-    def set_resident(self, number: int, num_blocks: int) -> None:
-        """The rank's device holds so many distinct blocks."""
+    def set_resident(self, number: int, num_blocks: float) -> None:
+        """The rank's device holds so many distinct blocks; UNKNOWN_BLOCKS: nobody knows."""
         self.ranks[number, costing.RESIDENT_BLOCKS] = num_blocks
 
     def empty_cache(self, number: int) -> None:
         """The rank holds nothing any more."""
         self.reserve(number + 1)
         self.forecast.forget(number)
-        self.set_resident(number, 0)
+        self._num_sent[number] = 0.0
+        if self.counts_sent:
+            self._presume_resident(number)
+        else:
+            self.set_resident(number, 0)
+
+    def _presume_resident(self, number: int) -> None:
+        """A cache that has been full stays full: blocks only make room for others."""
+        capacity = self.ranks[number, costing.CAPACITY_BLOCKS]
+        sent = self._num_sent[number]
+        self.set_resident(number, min(sent, capacity) if capacity > 0 else costing.UNKNOWN_BLOCKS)
 
     def _end_prefill(self, request: ActiveRequest, now_s: float) -> None:
         number = request.rank_number
@@ -197,6 +213,9 @@ class ActiveLoad:
         row[costing.WAITING_MS] -= request.prefill_ms
         row[costing.PREFILL_TOKENS] -= request.prefill_tokens
         row[costing.COMING_BLOCKS] -= request.num_coming
+        if self.counts_sent:
+            self._num_sent[number] += request.num_coming
+            self._presume_resident(number)
         if not waiting:  # what rounding has left
             row[[costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]] = 0.0
         elif was_first:

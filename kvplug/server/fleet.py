@@ -144,6 +144,7 @@ class Fleet:
             worker.follower = self._follower_of(worker)
             self._collector.follow(worker.follower, topic)
         else:
+            self._router.set_worth(Rank(worker.url), 0.0)
             logger.warning(
                 "worker %s publishes no events: its cache is unknown; start the engine with "
                 "--kv-events-config and name its endpoint with events=",

@@ -20,6 +20,7 @@ ranks = st.lists(
     st.fixed_dictionaries(
         {name: counts if name.startswith("num") else st.floats(0, 200) for name in NAMES}
         | {"noted_ms": st.just(costing.NEVER_MS) | st.floats(-30_100, 0)}
+        | {"resident_blocks": st.just(costing.UNKNOWN_BLOCKS) | st.floats(0, 200)}
     ),
     min_size=1,
     max_size=5,

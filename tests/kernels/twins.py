@@ -124,10 +124,14 @@ def room_wait_ms(rank, excess, capacity, stay_ms):
 def fleet_of(ranks, traffic, now_ms, waits, num_blocks, size, max_answer):
     """What holds for all ranks as a request comes."""
     answer = min(traffic["answer_tokens"], max_answer)
-    filled = [r["resident_blocks"] + r["coming_blocks"] for r in ranks]
+    filled = [max(0, r["resident_blocks"]) + r["coming_blocks"] for r in ranks]
     usual = traffic["usual_capacity"] or max(f + 1 for f in filled)
     sizes = [max(r["capacity_blocks"] or usual, r["resident_blocks"]) for r in ranks]
-    has_room = any(f + num_blocks + answer / size <= c for f, c in zip(filled, sizes, strict=True))
+    needed = num_blocks + answer / size
+    has_room = any(
+        f + needed <= c and r["resident_blocks"] >= 0
+        for f, c, r in zip(filled, sizes, ranks, strict=True)
+    )
     block_ms = size * sum(r["token_ms"] for r in ranks) / len(ranks)
     load = min(0.9, traffic["work_ms"] / max(traffic["gap_ms"] * len(ranks), 1e-9))
     mean_job = max(traffic["work_ms"], block_ms, 1e-6)
@@ -162,6 +166,8 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         stored = num_blocks - num_on_device + fleet["answer"] / size
         evicted = fleet["block_price"] * overflow(there - room, stored, num_blocks)
         delayed = fleet["behind"] * min(1.0, (there + stored) / room)
+        if r["resident_blocks"] < 0:  # nobody knows
+            evicted, delayed = 0.0, fleet["behind"]
         waited = 2 * room_wait_ms(r, r["active_blocks"] + stored - room, room, fleet["stay"])
         waited *= min(1.0, stored / max(1, num_blocks))
         later = fleet["num_later"] * (usual - min(fleet["usual_waits"]))

@@ -81,6 +81,89 @@ def test_an_engine_that_holds_more_than_it_said_is_named_and_learnt_from(router,
     assert [problem in record.message for record in caplog.records] == [True]
 
 
+def test_an_engine_that_evicts_long_before_it_is_full_is_named_and_learnt_from(router, caplog):
+    router.set_cache_capacity(A, 100)
+    store(router, A, range(50))
+    remove(router, A, range(50))
+    store(router, A, range(100, 150))
+    remove(router, A, range(101, 150))
+    assert known(router, A) == (1, 100, "given")
+    remove(router, A, range(100, 101))
+    assert known(router, A) == (0, 50, "learned")
+    problem = (
+        "it has evicted 100 blocks and never held more than 50, well below its capacity of 100"
+    )
+    assert router.cache_sizes.of(A).problem == problem
+    assert [problem in record.message for record in caplog.records] == [True]
+    router.set_cache_capacity(A, 200)  # it came back as another one
+    remove(router, A, range(1))
+    assert known(router, A) == (0, 200, "given")
+
+
+def test_an_engine_that_evicts_when_it_is_nearly_full_is_believed(router):
+    router.set_cache_capacity(A, 100)
+    for first in range(0, 500, 85):  # the others are being computed
+        store(router, A, range(first, first + 85))
+        remove(router, A, range(first, first + 85))
+    assert known(router, A) == (0, 100, "given")
+
+
+def test_of_a_rank_that_counts_for_nothing_the_cache_is_not_known(router):
+    store(router, A, range(50))
+    router.set_worth(A, 0.0)
+    column = router.load.ranks[:, costing.RESIDENT_BLOCKS]
+    assert column.tolist() == [costing.UNKNOWN_BLOCKS, 0]
+    store(router, A, range(50, 60))
+    router.clear(A)
+    router.add_worker("c")
+    assert router.load.ranks[:, costing.RESIDENT_BLOCKS].tolist() == [-1, 0, 0]
+    store(router, A, range(10))
+    router.set_worth(A, 0.5)
+    assert known(router, A) == (10, 0, "unknown")
+
+
+class TestWithoutEvents:
+    """What was sent tells how full a cache is."""
+
+    @pytest.fixture
+    def router(self):
+        router = Router(RouterConfig(block_size=1, use_kv_events=False))
+        router.add_worker("a")
+        return router
+
+    def resident_after(self, router, *prompts):
+        for prompt in prompts:
+            request_id = router.route(prompt).request_id
+            router.first_token(request_id)
+            router.finish(request_id)
+        return router.load.ranks[0, costing.RESIDENT_BLOCKS]
+
+    def test_nothing_is_known_without_a_capacity(self, router):
+        assert self.resident_after(router) == costing.UNKNOWN_BLOCKS
+        assert self.resident_after(router, range(10)) == costing.UNKNOWN_BLOCKS
+
+    def test_blocks_that_were_sent_are_there_until_it_is_full(self, router):
+        router.set_cache_capacity(A, 25)
+        assert self.resident_after(router, range(10), range(12)) == 12
+        assert self.resident_after(router, range(100, 110)) == 22
+        assert self.resident_after(router, range(200, 210)) == 25
+        assert self.resident_after(router, range(300, 310)) == 25
+
+    def test_a_capacity_may_become_known_later(self, router):
+        self.resident_after(router, range(10))
+        router.set_cache_capacity(A, 25)
+        assert self.resident_after(router) == 10
+
+    def test_a_worker_that_comes_back_is_empty(self, router):
+        router.set_cache_capacity(A, 25)
+        self.resident_after(router, range(10))
+        router.clear(A)
+        assert self.resident_after(router) == 0
+        router.remove_worker("a")
+        router.add_worker("a")
+        assert self.resident_after(router) == costing.UNKNOWN_BLOCKS
+
+
 def test_a_rank_that_is_cleared_is_empty_and_as_large_as_before(router):
     store(router, A, range(50))
     remove(router, A, range(45, 50))
