@@ -4,7 +4,7 @@ In:  decisions with their prompts, the usage of answers.   Out: a ledger per ran
 
     with router.deciding():
         decision = router.route(tokens)
-        router.expect(decision, tokens)
+        router.expect(decision)
     ...                                             # the engine answers
     router.answered(decision.request_id, Usage(prompt_tokens=.., cached_tokens=..))
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -39,15 +40,15 @@ from kvplug.events import (
     CxlStateTransition,
     Event,
     EventBatch,
-    Namespace,
     Rank,
 )
-from kvplug.hashing import Hashes, TokensLike, as_tokens, seed_of
+from kvplug.hashing import Hashes
 from kvplug.index.applied import Applied
+from kvplug.index.sweeping import Clearing
 from kvplug.kernels import wire
 from kvplug.records import Records
 from kvplug.router.config import RouterConfig
-from kvplug.router.core import Router
+from kvplug.router.core import Router, slices_of
 from kvplug.router.decider import Decision
 from kvplug.router.query_first_lock import QueryFirstLock
 
@@ -107,25 +108,23 @@ class AuditedRouter(Router):
         with self._deciding:
             yield
 
-    def expect(
-        self,
-        decision: Decision,
-        token_ids: TokensLike,
-        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
-    ) -> None:
-        """Remember what a decision counts on; a share of all, drawn by chance."""
+    def expect(self, decision: Decision) -> None:
+        """Remember what a decision counts on; a share of all, drawn by chance.
+
+        UnknownRequestError if the request is not in flight.
+        """
         if self._draw.random() >= self._sample:
             return
-        tokens, index = as_tokens(token_ids), self.index_of(decision.rank)
-        hashes = index.hasher.sequence_hashes(tokens, seed_of(namespace))
+        request = self.load.request(decision.request_id)
+        hashes = request.sequence_hashes
         with self._auditing:
             [resident] = self._resident(decision.rank, [hashes[: decision.overlap_blocks]])
             expectation = Expectation(
                 rank=decision.rank,
                 decided_s=self._clock(),
                 sequence_hashes=hashes,
-                num_tokens=len(tokens),
-                block_size=index.block_size,
+                num_tokens=round(request.new_tokens + request.cached_tokens),
+                block_size=decision.block_size,
                 predicted=decision.overlap_blocks,
                 resident=resident,
                 lowest=decision.overlap_blocks,
@@ -209,8 +208,18 @@ class AuditedRouter(Router):
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
         self._times.forget(rank)
-        with self._deciding.patiently, self._watching(rank, self._clock()):
-            return super().clear(rank)
+        with self._deciding.patiently as turn, self._watching(rank, self._clock()):
+            return self._clear_in_slices(rank, turn.give_way)
+
+    def save_index(self, path: Path) -> None:
+        """As Router.save_index."""
+        with self._deciding.patiently as turn, turn.standing_aside():
+            super().save_index(path)
+
+    @contextmanager
+    def _changing_fleet(self) -> Iterator[None]:
+        with self._deciding.patiently, super()._changing_fleet():
+            yield
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
         if len(self._expected) >= self._max_expected:
@@ -236,6 +245,8 @@ class AuditedRouter(Router):
                 each.held = num_left
         yield
         with self._auditing:
+            # With those that were decided meanwhile, between two slices.
+            watched = list(self._watched[rank].values())
             for each, num_left in self._left_of(rank, watched):
                 if num_left < each.held:
                     each.lost(num_left, sent_s)
@@ -244,6 +255,14 @@ class AuditedRouter(Router):
     def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
         with self._lock.patiently:
             return super()._apply_slice(rank, records, first, applied)
+
+    def _clear_slice(self, clearing: Clearing) -> None:
+        with self._lock.patiently:
+            super()._clear_slice(clearing)
+
+    def _end_clear(self, rank: Rank) -> None:
+        with self._lock.patiently:
+            super()._end_clear(rank)
 
     def _left_of(
         self, rank: Rank, expectations: list[Expectation]
@@ -321,9 +340,10 @@ class AuditedRouter(Router):
 
 
 def _runs(batch: EventBatch) -> Iterator[tuple[bool, EventBatch]]:
-    """The batch in parts that only take away, or only add."""
+    """The batch in small parts that only take away, or only add."""
     for takes_away, events in groupby(batch.events, key=_takes_away):
-        yield takes_away, structs.replace(batch, events=tuple(events))
+        for part in slices_of(structs.replace(batch, events=tuple(events))):
+            yield takes_away, part
 
 
 def _takes_away(event: Event) -> bool:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from msgspec import structs
 
 from kvplug.errors import ConfigError, UnknownRequestError
 from kvplug.events import EventBatch, Namespace, Rank
@@ -19,6 +22,7 @@ from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.index.applied import Applied
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
+from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
@@ -33,6 +37,14 @@ from kvplug.router.query_first_lock import QueryFirstLock
 # Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
 BLOCKS_PER_SLICE = 2048
 _SLOTS_PER_SLICE = 1024
+_EVENTS_PER_SLICE = 64
+
+
+def slices_of(batch: EventBatch) -> Iterator[EventBatch]:
+    """The batch in parts of so many events that a query can wait for one."""
+    yield structs.replace(batch, events=batch.events[:_EVENTS_PER_SLICE])
+    for first in range(_EVENTS_PER_SLICE, len(batch.events), _EVENTS_PER_SLICE):
+        yield structs.replace(batch, events=batch.events[first : first + _EVENTS_PER_SLICE])
 
 
 class Router:
@@ -88,13 +100,13 @@ class Router:
         Without a `block_size` of its own it has the one of the config, and without that the one of
         the first blocks that it stores. Called again, it adds to what is known of the worker.
         """
-        with self._lock.patiently:  # a worker does not change its index within a run of events
+        with self._changing_fleet():
             self.fleet_index.add_worker(worker, dp_size, model, block_size)
             self._fleet_changed()
 
     def remove_worker(self, worker: str) -> None:
         """Forget the worker, its blocks and its load."""
-        with self._lock.patiently:
+        with self._changing_fleet():
             for number, rank in enumerate(self.fleet_index.numbers.ranks):
                 if rank is not None and rank.worker == worker:
                     self.load.forget(number, self._clock())
@@ -109,10 +121,14 @@ class Router:
         ConfigError in the approximate mode.
         """
         self.require_events(rank)
-        with self._lock.patiently:
-            before = self.cache_sizes.num_resident(rank)
-            applied = self.fleet_index.apply(rank, batch)
-            self.cache_sizes.note(rank, before, applied)
+        applied = Applied()
+        with self._lock.patiently as turn:
+            for part in slices_of(batch):
+                before = self.cache_sizes.num_resident(rank)
+                applied_now = self.fleet_index.apply(rank, part)
+                self.cache_sizes.note(rank, before, applied_now)
+                applied.add(applied_now)
+                turn.give_way()
         return applied
 
     def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
@@ -159,16 +175,7 @@ class Router:
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
         with self._lock.patiently as turn:
-            if rank not in self.fleet_index.numbers:
-                return 0
-            clearing = self.fleet_index.start_clear(rank)
-            while not clearing.is_done:
-                clearing.advance(_SLOTS_PER_SLICE)
-                turn.give_way()
-            self.fleet_index.end_clear(rank)
-            self.load.empty_cache(self.fleet_index.numbers.number_of(rank))
-            self.cache_sizes.note_rank(rank)
-            return clearing.num_dropped
+            return self._clear_in_slices(rank, turn.give_way)
 
     def save_index(self, path: Path) -> None:
         """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
@@ -314,6 +321,12 @@ class Router:
         with self._lock:
             return self._speeds.quality_of(rank)
 
+    @contextmanager
+    def _changing_fleet(self) -> Iterator[None]:
+        """Not within a run of events: a worker may change its index."""
+        with self._lock.patiently:
+            yield
+
     def _block_size(self) -> int | None:
         """Without events nobody would tell the block size."""
         known = self.config.block_size
@@ -325,6 +338,24 @@ class Router:
         self.cache_sizes.note(rank, before, part)
         applied.add(part)
         return at
+
+    def _clear_in_slices(self, rank: Rank, give_way: Callable[[], None]) -> int:
+        if rank not in self.fleet_index.numbers:
+            return 0
+        clearing = self.fleet_index.start_clear(rank)
+        while not clearing.is_done:
+            self._clear_slice(clearing)
+            give_way()
+        self._end_clear(rank)
+        return clearing.num_dropped
+
+    def _clear_slice(self, clearing: Clearing) -> None:
+        clearing.advance(_SLOTS_PER_SLICE)
+
+    def _end_clear(self, rank: Rank) -> None:
+        self.fleet_index.end_clear(rank)
+        self.load.empty_cache(self.fleet_index.numbers.number_of(rank))
+        self.cache_sizes.note_rank(rank)
 
     def _fleet_changed(self) -> None:
         self._decider.fleet_changed()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
 from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
@@ -84,6 +85,13 @@ class ActiveLoad:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def request(self, request_id: str) -> ActiveRequest:
+        """The request in flight; UnknownRequestError if there is none."""
+        try:
+            return self._requests[request_id]
+        except KeyError as error:
+            raise UnknownRequestError(f"request {request_id!r} is not in flight") from error
 
     def start(
         self, request_id: str, request: ActiveRequest, presumed_s: float | None = None

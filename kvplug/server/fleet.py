@@ -172,13 +172,14 @@ class Fleet:
             return
         if models != worker.models:
             worker.models = models
-            self._router.add_worker(worker.url, model=model_of(models))
+            # In a thread, as it waits for a run of events to end.
+            await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
         if not worker.is_up:
+            if not self.uses_events:  # it may come back with an empty cache
+                await asyncio.to_thread(self._router.clear, Rank(worker.url))
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
             worker.num_times_up += 1
-            if not self.uses_events:
-                self._router.clear(Rank(worker.url))  # it may come back with an empty cache
 
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__

@@ -131,7 +131,7 @@ class Proxy:
         elif forward.unauditable is not None:
             self._router.skip(decision.rank, forward.unauditable)
         else:
-            self._router.expect(decision, forward.tokens, forward.namespace)
+            self._router.expect(decision)
 
     async def _exchange(
         self, request: web.Request, forward: Forward, exchange: _Exchange

@@ -65,7 +65,7 @@ def say(router, *events, ts=0.0):
 
 def expect(router, tokens=PROMPT):
     decision = router.route(tokens)
-    router.expect(decision, tokens)
+    router.expect(decision)
     return decision.request_id
 
 
