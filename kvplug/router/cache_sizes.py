@@ -73,7 +73,6 @@ class CacheSize:
         if self.problem is not None or self.said is None:
             return False
         if num_resident > _TOLERANCE * self.said:
-            self.learned = max(self.learned, num_resident)
             self.problem = (
                 f"it holds {num_resident} blocks, more than its capacity of {self.said:g}"
             )

@@ -40,7 +40,10 @@ from tests.benchmarks.outcome_workloads import TIME_MODEL
 from tests.benchmarks.sides import ROOT
 
 RESULTS = ROOT / "bench-results"
-POLICIES = ("kv", "cache_aware", "least_loaded", "round_robin")
+POLICIES = (
+    *("kv", "kv:events=off", "kv:capacity=0", "kv:capacity=0.5", "kv:capacity=2"),
+    *("cache_aware", "least_loaded", "round_robin"),
+)
 
 console = Console(width=150, highlight=False)
 
@@ -109,7 +112,8 @@ def _arrivals(case: Case, folder: Path) -> Arrivals | None:
     if case.load not in OPEN_LOADS:
         return Arrivals(clients=int(case.load[1:]))
     runs = Results(folder).of(case.name)
-    return Arrivals(rate=runs[-1].rate) if runs else None
+    clients, num_warm_up = max(case.workload.clients), case.workload.num_warm_up
+    return Arrivals(clients=clients, rate=runs[-1].rate, num_closed=num_warm_up) if runs else None
 
 
 def run_case(case: Case, arrivals: Arrivals, traces: Path, seeds: Sequence[int]) -> Summaries:

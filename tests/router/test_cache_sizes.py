@@ -75,7 +75,9 @@ def test_a_capacity_that_is_none_is_named_and_ignored(router, said, caplog):
 def test_an_engine_that_holds_more_than_it_said_is_named_and_learnt_from(router, caplog):
     router.set_cache_capacity(A, 20)
     store(router, A, range(50))
-    assert known(router, A) == (50, 50, "learned")
+    assert known(router, A) == (50, 0, "unknown")  # it may have room for many more
+    remove(router, A, range(1))
+    assert known(router, A) == (49, 50, "learned")
     problem = "it holds 50 blocks, more than its capacity of 20"
     assert router.cache_sizes.of(A).problem == problem
     assert [problem in record.message for record in caplog.records] == [True]

@@ -11,6 +11,7 @@ import pytest
 from examples.demo.tiny_tokenizer import save_tokenizer
 from kvplug import BlockStored, EventBatch, Namespace, Rank
 from kvplug.errors import TransportError
+from kvplug.kernels import costing
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
@@ -100,6 +101,17 @@ async def test_no_worker_at_all_is_503_and_health_says_why():
             [worker] = (await response.json())["workers"]
         assert worker["state"] == "down"
         assert "Cannot connect" in worker["reason"]
+
+
+async def test_of_a_worker_without_events_nobody_knows_the_cache():
+    async with routing(Engine()) as (service, client):
+        [counts] = service.proxy.counts.values()
+        for _ in range(2):
+            async with client.post("/v1/completions", json=COMPLETION) as response:
+                assert response.status == 200
+        assert counts.num_requests == 2
+        resident = service.router.load.ranks[0, costing.RESIDENT_BLOCKS]
+        assert resident == costing.UNKNOWN_BLOCKS
 
 
 async def test_the_answer_and_the_body_pass_unchanged():

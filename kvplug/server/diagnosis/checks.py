@@ -165,9 +165,10 @@ def _block_size(view: WorkerView) -> Found:
 def _cache_capacity(view: WorkerView) -> Found:
     size = view.cache_size
     if size.problem is not None:
-        cure = f"the router goes by what the events tell, {size.capacity:g} blocks; check the "
-        cure += "engine's cache settings, and that events= is this engine's endpoint"
-        expected = "a capacity that its blocks fit into"
+        learned = f"{size.capacity:g} blocks" if size.capacity else "nothing so far"
+        cure = f"the router goes by what evictions tell, {learned}; check the engine's cache "
+        cure += "settings, and that events= is this engine's endpoint"
+        expected = "a capacity that its blocks fit into and fill"
         yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, cure)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -46,11 +47,15 @@ class Policy(Protocol):
 class Arrivals:
     """How requests come: `clients` of which each sends its next one when it has its answer; or at
     random, `rate` a second on average; or when the workload says, `speed` times as fast.
+
+    With clients and a rate, the first `num_closed` come from the clients, the others at random
+    from the last of these answers on.
     """
 
     clients: int = 0
     rate: float = 0.0
     speed: float = 1.0
+    num_closed: int = 0
 
 
 @dataclass(slots=True)
@@ -85,6 +90,7 @@ class _Run:
             np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64),
         )  # fmt: skip
         self.next_of_loop: Iterator[int] = iter(())
+        self.num_in_loop, self.after_loop = 0, self.nothing
         self.now = 0.0
 
     def at(self, time: float, action: Any, *arguments: Any) -> None:  # noqa: ANN401
@@ -135,9 +141,27 @@ class _Run:
         number = job.number
         self.outcome.total_s[number] = self.now - self.outcome.arrived_s[number]
         self.policy.on_finished(number, job.request.num_answer_tokens, self.now)
+        self.num_in_loop -= 1
         following = next(self.next_of_loop, None)
         if following is not None:
             self.at(self.now, self.arrive, following)
+            self.num_in_loop += 1
+        elif not self.num_in_loop:
+            self.after_loop()
+
+    def nothing(self) -> None:
+        """There is only a loop, or none."""
+
+    def start_loop(self, clients: int, num_requests: int) -> None:
+        self.next_of_loop = iter(range(num_requests))
+        self.num_in_loop = min(clients, num_requests)
+        for _ in range(self.num_in_loop):
+            self.at(0.0, self.arrive, next(self.next_of_loop))
+
+    def start_random(self, rate: float, first: int) -> None:
+        gaps = self.random.exponential(1 / rate, len(self.requests) - first)
+        for number, time in enumerate((self.now + np.cumsum(gaps)).tolist(), first):
+            self.at(time, self.arrive, number)
 
 
 def replay(
@@ -150,14 +174,13 @@ def replay(
 ) -> Outcome:
     """All requests through a fleet; the same seed gives the same arrivals under every policy."""
     run = _Run(workload, specs, policy, seed)
-    if arrivals.clients:
-        run.next_of_loop = iter(range(len(workload.requests)))
-        for _ in range(min(arrivals.clients, len(workload.requests))):
-            run.at(0.0, run.arrive, next(run.next_of_loop))
+    if arrivals.clients and arrivals.rate:
+        run.start_loop(arrivals.clients, arrivals.num_closed)
+        run.after_loop = partial(run.start_random, arrivals.rate, arrivals.num_closed)
+    elif arrivals.clients:
+        run.start_loop(arrivals.clients, len(workload.requests))
     elif arrivals.rate:
-        gaps = run.random.exponential(1 / arrivals.rate, len(workload.requests))
-        for number, time in enumerate(np.cumsum(gaps).tolist()):
-            run.at(time, run.arrive, number)
+        run.start_random(arrivals.rate, 0)
     else:
         for number, request in enumerate(workload.requests):
             run.at((request.arrival_s or 0.0) / arrivals.speed, run.arrive, number)

@@ -4,6 +4,8 @@ In:  a name.   Out: a Policy (kvplug/sim/replay/fleet.py).
 
     kv             Router with its defaults: cost in milliseconds
     kv:blocks=W    Router with the cost in blocks and weight W
+    kv:events=off  Router that goes by its own decisions, as engines publish no events
+    kv:capacity=C  Router that is told C times the caches' capacities, or nothing if C is 0
     cache_aware    an approximate tree of what was sent where, as vLLM's router and SGLang's have it
     round_robin, least_loaded, random
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -109,10 +112,12 @@ class CacheAware(_Counting):
 
 
 class Kv:
-    """kvplug's Router, told what a router is told: events, first tokens, ends, capacities."""
+    """kvplug's Router, told what a router is told: events, first tokens, ends, and so many times
+    the caches' capacities.
+    """
 
     def __init__(
-        self, specs: Sequence[EngineSpec], seed: int, config: RouterConfig, *, tells_capacity: bool
+        self, specs: Sequence[EngineSpec], seed: int, config: RouterConfig, capacity: float = 1.0
     ) -> None:
         self._now = 0.0
         self.router = Router(config, clock=lambda: self._now, random_=random.Random(seed))
@@ -121,8 +126,8 @@ class Kv:
         self._ids: dict[int, str] = {}
         for rank, spec in zip(self._ranks, specs, strict=True):
             self.router.add_worker(rank.worker)
-            if tells_capacity:
-                self.router.set_cache_capacity(rank, spec.num_blocks)
+            if capacity:
+                self.router.set_cache_capacity(rank, capacity * spec.num_blocks)
 
     def choose(self, number: int, request: Request, now: float) -> int:
         """By the router's decision."""
@@ -143,6 +148,8 @@ class Kv:
 
     def on_cache_events(self, engine: int, events: list[CacheEvent], now: float) -> None:
         """As the engine would publish them."""
+        if not self.router.config.use_kv_events:
+            return
         self._now = now
         packed: list[PackedEvent] = []
         for event in events:
@@ -160,26 +167,32 @@ _SIMPLE: Final[dict[str, Callable[[Sequence[EngineSpec], int], Policy]]] = {
     "least_loaded": LeastLoaded,
     "cache_aware": CacheAware,
 }
-NAMES: Final = ("kv", "kv:blocks=WEIGHT", *_SIMPLE)
+NAMES: Final = ("kv", "kv:blocks=WEIGHT", "kv:events=off", "kv:capacity=SHARE", *_SIMPLE)
 
 
-def make_policy(
-    name: str, specs: Sequence[EngineSpec], seed: int, *, tells_capacity: bool = True
-) -> Policy:
+def make_policy(name: str, specs: Sequence[EngineSpec], seed: int) -> Policy:
     """The policy of this name, new; ConfigError for one that nobody knows."""
     if name in _SIMPLE:
         return _SIMPLE[name](specs, seed)
-    kind, _, option = name.partition(":")
-    key, _, value = option.partition("=")
-    if kind != "kv" or (option and (key != "blocks" or not value)):
-        raise ConfigError(f"policy {name!r}: expected one of {', '.join(NAMES)}")
-    weight = _number(value, name) if value else None
-    config = RouterConfig(block_size=specs[0].block_size, overlap_score_weight=weight)
-    return Kv(specs, seed, config, tells_capacity=tells_capacity)
+    size = specs[0].block_size
+    match name.replace("=", ":").split(":"):
+        case ["kv"]:
+            return Kv(specs, seed, RouterConfig(block_size=size))
+        case ["kv", "blocks", weight]:
+            config = RouterConfig(block_size=size, overlap_score_weight=_number(weight, name))
+            return Kv(specs, seed, config)
+        case ["kv", "events", "off"]:
+            return Kv(specs, seed, RouterConfig(block_size=size, use_kv_events=False))
+        case ["kv", "capacity", share]:
+            return Kv(specs, seed, RouterConfig(block_size=size), _number(share, name))
+    raise ConfigError(f"policy {name!r}: expected one of {', '.join(NAMES)}")
 
 
 def _number(text: str, name: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError as error:
         raise ConfigError(f"policy {name!r}: expected a number, got {text!r}") from error
+    if not 0 <= number < inf:
+        raise ConfigError(f"policy {name!r}: expected a finite number of at least 0, got {text}")
+    return number

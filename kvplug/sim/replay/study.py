@@ -8,6 +8,7 @@ have the same requests at the same times under every policy: compare them pair b
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class WorkloadMaker(Protocol):
 class Cell:
     """One replay. `warm`: the share of the first requests that is not counted.
 
-    `tells_capacity`: whether the router is told how large the engines' caches are.
+    `policy_seed` is of the policy's own dice, `seed` if None.
     """
 
     workload: WorkloadMaker
@@ -53,7 +54,7 @@ class Cell:
     arrivals: Arrivals
     seed: int
     warm: float = 0.0
-    tells_capacity: bool = True
+    policy_seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,8 @@ def run_cell(cell: Cell) -> Summary:
     """Replay one cell; ConfigError if a request cannot fit an engine, or block sizes differ."""
     workload, ideal_tokens = _made(cell.workload, cell.seed)
     _require_fitting(workload, cell.specs)
-    policy = make_policy(cell.policy, cell.specs, cell.seed, tells_capacity=cell.tells_capacity)
+    policy_seed = cell.seed if cell.policy_seed is None else cell.policy_seed
+    policy = make_policy(cell.policy, cell.specs, policy_seed)
     outcome = replay(workload, cell.specs, policy, cell.arrivals, seed=cell.seed)
     first = int(cell.warm * len(workload.requests))
     return _summary(outcome, ideal_tokens, first, len(cell.specs))
@@ -146,16 +148,17 @@ def _num_cores() -> int:
 
 def _in_pool(cells: Sequence[Cell], num_processes: int) -> Iterator[Summary]:
     # Fresh processes: a forked one could inherit a lock that a thread of ours holds.
-    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_ignore_interrupt)
+    pool = ProcessPoolExecutor(num_processes, get_context("spawn"), initializer=_start_process)
     try:
         yield from pool.map(run_cell, cells)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupt() -> None:
-    """Ctrl-C is for the process that waits for us."""
+def _start_process() -> None:
+    """Ctrl-C is for the process that waits for us; what a router logs of made-up engines is not."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.WARNING)
 
 
 @lru_cache(maxsize=4)

@@ -150,4 +150,7 @@ async def test_a_capacity_that_cannot_be_is_named():
         service.router.set_cache_capacity(rank, 1)
         await ask_all(client)
         await until(lambda: Code.CACHE_CAPACITY in codes(service), "it holds more")
-        assert cache_size(rank).source == "learned"
+        assert cache_size(rank).source == "unknown"  # until it evicts
+        [found] = [f for f in service.diagnosis.look() if f.code is Code.CACHE_CAPACITY]
+        assert "it holds 5 blocks, more than its capacity of 1" in found.seen
+        assert "the router goes by what evictions tell, nothing so far" in found.cure

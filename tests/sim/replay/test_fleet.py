@@ -81,6 +81,17 @@ def test_a_closed_loop_never_has_more_requests_than_clients():
     assert max(in_flight) == 4
 
 
+def test_the_first_requests_may_come_in_a_loop_and_the_others_at_random():
+    workload = Unshared(num_requests=2030, prompt=20, answer=1).make(0)
+    arrivals = Arrivals(clients=4, rate=50.0, num_closed=30)
+    outcome, _ = replayed(arrivals, workload)
+    ends = outcome.arrived_s + outcome.total_s
+    in_flight = [((outcome.arrived_s <= t) & (ends > t)).sum() for t in outcome.arrived_s[:30]]
+    assert max(in_flight) == 4
+    assert outcome.arrived_s[30] > ends[:30].max()
+    assert 2000 / (outcome.arrived_s[-1] - ends[29]) == pytest.approx(50.0, rel=0.1)
+
+
 def test_random_arrivals_have_their_rate_and_are_the_same_for_the_same_seed():
     workload = Unshared(num_requests=2000, prompt=20, answer=1).make(0)
     first, again = (replayed(Arrivals(rate=50.0), workload)[0] for _ in range(2))

@@ -30,7 +30,8 @@ def test_a_seed_makes_the_same_choices_again(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1"]
+    "name",
+    ["best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1", "kv:events=on"],
 )
 def test_a_name_that_nobody_knows_is_refused(name):
     with pytest.raises(ConfigError, match="expected"):
@@ -38,7 +39,7 @@ def test_a_name_that_nobody_knows_is_refused(name):
 
 
 def test_a_negative_weight_is_refused():
-    with pytest.raises(ConfigError, match="overlap_score_weight"):
+    with pytest.raises(ConfigError, match="expected a finite number of at least 0, got -1"):
         make_policy("kv:blocks=-1", SPECS, 0)
 
 
@@ -85,6 +86,25 @@ def test_kv_forgets_what_was_removed():
     for engine in (0, 2):
         policy.on_cache_events(engine, [removed], 1.0)
     assert policy.choose(0, prompt(request.blocks, 8100), 1.0) == 1
+
+
+def test_kv_without_events_goes_where_it_sent_the_prefix():
+    policy = make_policy("kv:events=off", SPECS, 0)
+    request = prompt(num_tokens=8000)
+    first = policy.choose(0, request, 0.0)
+    policy.on_first_token(0, 1.0)
+    policy.on_finished(0, 1, 1.0)
+    other = (first + 1) % len(SPECS)
+    policy.on_cache_events(other, [CacheEvent([], request.blocks, None)], 1.0)  # nobody listens
+    assert policy.choose(1, prompt(request.blocks, 8100), 1.0) == first
+
+
+@pytest.mark.parametrize(("share", "known"), [("0", 0.0), ("0.5", 200.0), ("2", 800.0)])
+def test_kv_can_be_told_other_capacities(share, known):
+    specs = [EngineSpec(num_blocks=400)] * 3
+    policy = make_policy(f"kv:capacity={share}", specs, 0)
+    sizes = [policy.router.cache_size(rank) for rank in policy.router.ranks]
+    assert [size.capacity for size in sizes] == [known] * 3
 
 
 def test_kv_keeps_documents_apart_where_turns_do_not():
