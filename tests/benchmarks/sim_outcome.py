@@ -1,7 +1,7 @@
 """`make sim-outcome`: the requests of `make bench-outcome` in virtual time.
 
-usage: python -m tests.benchmarks.sim_outcome [--only NAME[,NAME]] [--seeds N] [--traces DIR]
-                                              [--results DIR]
+usage: python -m tests.benchmarks.sim_outcome [--only NAME[,NAME]] [--seeds N] [--first-seed N]
+                                              [--traces DIR] [--results DIR]
 
 The same prompts, engines and loads, but policies instead of routers, neither HTTP nor tokenizing.
 This shows what the decisions are worth; bench-outcome adds what Python and the machine take. An
@@ -89,7 +89,7 @@ def main() -> None:
         if case.form == "ids":  # the same in virtual time
             continue
         if arrivals := _arrivals(case, options.results):
-            seeds = range(1, options.seeds + 1)
+            seeds = range(options.first_seed, options.first_seed + options.seeds)
             results[case.name] = run_case(case, arrivals, traces, seeds)
         else:
             console.print(f"{case.name} is skipped: {options.results} has no run of it")
@@ -101,7 +101,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sim_outcome")
     parser.add_argument("--only", default="", help="cases whose names begin so")
-    parser.add_argument("--seeds", type=int, default=5, help="1 to N (5)")
+    parser.add_argument("--seeds", type=int, default=5, help="how many (5)")
+    parser.add_argument("--first-seed", type=int, default=1, help="N and up (1)")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of Mooncake's traces")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of bench-outcome's")
     return parser.parse_args()

@@ -123,7 +123,7 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             {"cache_size": CacheSize(said=100, learned=300, problem="it holds 300 blocks")},
             Code.CACHE_CAPACITY,
             "300 blocks",
-            "what the events tell, 300 blocks",
+            "what evictions tell, 300 blocks",
         ),
         ({"facts": facts(caches=False)}, Code.PREFIX_CACHING_OFF, "off", "--enable-prefix"),
         ({"hashes_alone": True}, Code.HASH_MISMATCH, "equal blocks", "PYTHONHASHSEED"),
