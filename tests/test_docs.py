@@ -139,3 +139,12 @@ def test_paths_named_in_the_documentation_exist():
     for page in (ROOT / "docs").glob("*.md"):
         for path in re.findall(r"\b(?:tests|kvplug)/[\w/]+\.py", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_router_in_a_program_works_as_shown():
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page[page.index("### In a program") :], re.DOTALL)
+    names = {}
+    exec(code[1], names)
+    assert len(names["decisions"]) == 2
+    assert len(names["router"].load) == 0

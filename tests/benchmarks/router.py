@@ -183,8 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = [m for m in metrics if m.num_ranks == num_ranks and m.name in only]
         rows += _rows(num_ranks, chosen, options) if chosen else []
     console.print(table_of(rows))
+    before = json.loads(RESULTS.read_text()) if options.only and RESULTS.exists() else {}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(content_of(rows), indent=1) + "\n")
+    RESULTS.write_text(json.dumps(before | content_of(rows), indent=1) + "\n")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -99,3 +99,8 @@ def test_intervals_hold_the_truth_in_19_of_20_cases():
 
 def test_one_pair_says_nothing_about_chance():
     assert paired_interval([3.0], [1.0]) == (2.0, math.inf)
+
+
+def test_a_bar_says_how_many_there_are(capsys):
+    run_cells([CELL, CELL], 1, show_progress=True)
+    assert "0/2" in capsys.readouterr().err  # it is not drawn again within a tenth of a second
