@@ -117,7 +117,7 @@ sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=na
 	$(BIN)/python -m tests.benchmarks.sim_outcome --traces $(TRACES) $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS))
 
 .PHONY: sim-sweep
-sim-sweep: $(READY)  ## kv against its best weight in 32 scenarios, in virtual time; ONLY=part,part SEEDS=N; half an hour; bench-results/sim-sweep.json
+sim-sweep: $(READY)  ## kv against its best weight in 42 scenarios, in virtual time; ONLY=part,part SEEDS=N; an hour; bench-results/sim-sweep.json
 	$(BIN)/python -m tests.benchmarks.sim_sweep $(if $(ONLY),--only '$(ONLY)') $(if $(SEEDS),--seeds $(SEEDS))
 
 .PHONY: clean

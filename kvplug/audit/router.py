@@ -104,7 +104,10 @@ class AuditedRouter(Router):
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Between `route` and `expect` no event is applied that the decision did not know."""
+        """Between `route` and `expect` no event is applied that the decision did not know.
+
+        Only for these two: within it, whatever changes the fleet or its blocks waits for ever.
+        """
         with self._deciding:
             yield
 
@@ -205,6 +208,11 @@ class AuditedRouter(Router):
         self._times.heard(rank, sent_s)
         return applied
 
+    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+        """As Router.apply_packed; what goes under requests in flight is not looked at."""
+        with self._deciding.patiently:
+            return super().apply_packed(rank, payload)
+
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
         self._times.forget(rank)
@@ -255,6 +263,10 @@ class AuditedRouter(Router):
     def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
         with self._lock.patiently:
             return super()._apply_slice(rank, records, first, applied)
+
+    def _start_clear(self, rank: Rank) -> Clearing | None:
+        with self._lock.patiently:
+            return super()._start_clear(rank)
 
     def _clear_slice(self, clearing: Clearing) -> None:
         with self._lock.patiently:

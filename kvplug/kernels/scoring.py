@@ -130,13 +130,17 @@ def _fill_times(
     out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
     common = np.inf
     worths = f64_of(index, matching.CREDITS)[reach.NUM_MASKS :]
-    has_forecast = f64_of(bundle, SETTINGS)[COST_IN_MS] > 0
+    settings = f64_of(bundle, SETTINGS)
+    has_forecast, has_events = settings[COST_IN_MS] > 0, settings[USES_EVENTS] > 0
     for i in range(len(candidates)):
         rank = candidates[i]
         at = index_ranks[rank]
         found = _find(request.prompt, rank, at, worths[at], ranks, held)
         capacity = costing.capacity_of_rank(ranks, rank, fleet.capacity)
-        if has_forecast and costing.filled_blocks(ranks, rank) > capacity:
+        is_over = costing.filled_blocks(ranks, rank) > capacity
+        # Without events, nothing but the forecast tells what is gone.
+        is_blind = not has_events and costing.is_cache_known(ranks, rank)
+        if has_forecast and (is_over or is_blind):
             found = _find_then(request, rank, found, bundle)
         out[rank], out[num_ranks + rank] = found.num_blocks, found.num_on_device
         out[2 * num_ranks + rank] = found.loading_ms

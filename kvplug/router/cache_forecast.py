@@ -22,7 +22,7 @@ _MIN_NODES = 256
 
 
 class CacheForecast:
-    """reserve, then let a kernel change `arrays`; or use, num_held, forget."""
+    """reserve, then let a kernel change `arrays`; or use, num_held, num_blocks, forget."""
 
     def __init__(self, changes: Changes | None = None) -> None:
         """`changes` counts when one of `arrays` has become another array."""
@@ -54,6 +54,11 @@ class CacheForecast:
         """How many leading blocks the rank will hold."""
         self._reserve_ranks(rank + 1)
         return int(kernels.count_held(rank, hashes, *self.arrays))
+
+    def num_blocks(self, rank: int) -> int:
+        """How many blocks the rank will hold, of all prompts."""
+        self._reserve_ranks(rank + 1)
+        return int(self._ends[kernels.NUM_SHARED + kernels.END_WIDTH * rank + kernels.NUM_BLOCKS])
 
     def forget(self, rank: int) -> None:
         """The rank's cache is empty, or gone."""

@@ -5,7 +5,8 @@ Out: the numbers in the load of the fleet (kvplug/router/load.py); what is wrong
 
 An engine that evicts is full, so the most that it held then is its capacity, or nearly: a request
 of many blocks evicts before the last of them fit. What an engine says is believed unless it holds
-more, or has evicted a whole cache of blocks and never held nearly as many.
+more, or has evicted as many blocks and never held nearly as many: one that counts the blocks of two
+kinds of attention, or keeps answers out of its cache until they end, has room for fewer of ours.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Literal
 
 from kvplug.events import Rank
 from kvplug.index.applied import Applied
-from kvplug.kernels import costing
 from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.load import ActiveLoad
 
@@ -41,16 +41,21 @@ class CacheSize:
     problem: str | None = None
 
     @property
+    def is_said_right(self) -> bool:
+        """Whether what was said agrees with what was seen."""
+        if self.said is None or self.problem is not None:
+            return False
+        return self.num_evicted < self.said or self.learned >= _LEAST_SHARE * self.said
+
+    @property
     def capacity(self) -> float:
         """What is believed; 0 if nothing is known."""
-        if self.said is not None and self.problem is None:
-            return self.said
-        return float(self.learned)
+        return self.said if self.said is not None and self.is_said_right else float(self.learned)
 
     @property
     def source(self) -> Source:
         """Where that is from."""
-        if self.said is not None and self.problem is None:
+        if self.is_said_right:
             return "given"
         return "learned" if self.learned else "unknown"
 
@@ -70,22 +75,14 @@ class CacheSize:
         self.num_evicted += num_evicted
         if num_evicted:
             self.learned = max(self.learned, num_resident)
-        if self.problem is not None or self.said is None:
+        if self.problem is not None or self.said is None or num_resident <= _TOLERANCE * self.said:
             return False
-        if num_resident > _TOLERANCE * self.said:
-            self.problem = (
-                f"it holds {num_resident} blocks, more than its capacity of {self.said:g}"
-            )
-        elif self.num_evicted >= self.said and self.learned < _LEAST_SHARE * self.said:
-            self.problem = (
-                f"it has evicted {self.num_evicted} blocks and never held more than "
-                f"{self.learned}, well below its capacity of {self.said:g}"
-            )
-        return self.problem is not None
+        self.problem = f"it holds {num_resident} blocks, more than its capacity of {self.said:g}"
+        return True
 
 
 class CacheSizes:
-    """say, note, note_rank, note_all; of(rank)."""
+    """say, note, note_worth, note_clear, note_all; of(rank)."""
 
     def __init__(self, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._fleet_index, self._load = fleet_index, load
@@ -118,7 +115,10 @@ class CacheSizes:
         self._put_resident(rank)
         size = self._sizes.setdefault(rank, CacheSize())
         before = size.capacity
-        is_new = size.see(max(num_before, num_now), applied.num_removed)
+        if applied.was_cleared:
+            size.num_evicted = 0  # it starts over
+        num_evicted = self._num_evicted(rank, num_before - num_now, applied.num_removed)
+        is_new = size.see(max(num_before, num_now), num_evicted)
         if is_new or size.capacity != before:
             self._put(rank, size, is_new_problem=is_new)
 
@@ -128,21 +128,36 @@ class CacheSizes:
             if rank is not None:
                 self._put_resident(rank)
 
-    def note_rank(self, rank: Rank) -> None:
-        """What the rank holds has changed, or what that counts for."""
+    def note_worth(self, rank: Rank) -> None:
+        """What the rank's blocks count for has changed."""
         if rank in self._fleet_index.numbers:
             self._put_resident(rank)
+
+    def note_clear(self, rank: Rank) -> None:
+        """The rank holds nothing any more, or nobody knows what."""
+        self._load.empty_cache(self._fleet_index.numbers.number_of(rank))
+        if rank in self._sizes:
+            self._sizes[rank].num_evicted = 0
+            self._put(rank, self._sizes[rank], is_new_problem=False)
 
     def forget(self, rank: Rank) -> None:
         """The rank is gone."""
         self._sizes.pop(rank, None)
 
+    def _num_evicted(self, rank: Rank, num_fewer: int, num_removed: int) -> int:
+        """Of blocks that were removed, those that its device had no room for."""
+        index = self._fleet_index.section_of(rank).index
+        if self._fleet_index.worth_of(rank) < 1 or index.room.lost.num_blocks:
+            return 0  # it holds more than is known
+        has_tiers = len(index.numbers.holders(index.numbers.number_of(rank))) > 1
+        return max(0, num_fewer) if has_tiers else num_removed
+
     def _put_resident(self, rank: Rank) -> None:
-        """A rank whose blocks count for nothing has a cache of which nothing is known."""
+        """What a rank holds whose blocks count for nothing is known until it is sent something."""
         if not self._load.counts_sent:
-            is_known = self._fleet_index.worth_of(rank) > 0
-            num_blocks = self.num_resident(rank) if is_known else costing.UNKNOWN_BLOCKS
-            self._load.set_resident(self._fleet_index.numbers.number_of(rank), num_blocks)
+            number = self._fleet_index.numbers.number_of(rank)
+            is_told = self._fleet_index.worth_of(rank) > 0
+            self._load.set_resident(number, self.num_resident(rank), is_told=is_told)
 
     def _put(self, rank: Rank, size: CacheSize, *, is_new_problem: bool) -> None:
         if is_new_problem:

@@ -170,7 +170,7 @@ class Router:
         """
         with self._lock:
             self.fleet_index.set_worth(rank, worth)
-            self.cache_sizes.note_rank(rank)
+            self.cache_sizes.note_worth(rank)
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
@@ -340,22 +340,25 @@ class Router:
         return at
 
     def _clear_in_slices(self, rank: Rank, give_way: Callable[[], None]) -> int:
-        if rank not in self.fleet_index.numbers:
+        clearing = self._start_clear(rank)
+        if clearing is None:
             return 0
-        clearing = self.fleet_index.start_clear(rank)
         while not clearing.is_done:
             self._clear_slice(clearing)
             give_way()
         self._end_clear(rank)
         return clearing.num_dropped
 
+    def _start_clear(self, rank: Rank) -> Clearing | None:
+        known = rank in self.fleet_index.numbers
+        return self.fleet_index.start_clear(rank) if known else None
+
     def _clear_slice(self, clearing: Clearing) -> None:
         clearing.advance(_SLOTS_PER_SLICE)
 
     def _end_clear(self, rank: Rank) -> None:
         self.fleet_index.end_clear(rank)
-        self.load.empty_cache(self.fleet_index.numbers.number_of(rank))
-        self.cache_sizes.note_rank(rank)
+        self.cache_sizes.note_clear(rank)
 
     def _fleet_changed(self) -> None:
         self._decider.fleet_changed()

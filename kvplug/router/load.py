@@ -18,7 +18,7 @@ from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
 from kvplug.index.changes import Changes
 from kvplug.index.hash_table import HashTable
-from kvplug.kernels import active_blocks, costing
+from kvplug.kernels import active_blocks, costing, forecast
 from kvplug.router.cache_forecast import CacheForecast
 
 U64 = npt.NDArray[np.uint64]
@@ -75,7 +75,7 @@ class ActiveLoad:
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._waiting: list[deque[ActiveRequest]] = []
         self._prefilled_tokens: list[float] = []
-        self._num_sent: list[float] = []
+        self._untold: set[int] = set()
         self._presumed: list[tuple[float, int, ActiveRequest]] = []
         self._order = count()
 
@@ -151,6 +151,7 @@ class ActiveLoad:
             self.finish(request_id, now_s)
         self.ranks[number, : costing.FIXED_MS] = 0.0
         self.ranks[number, costing.NOTED_MS] = costing.NEVER_MS
+        self._untold.discard(number)
         self.empty_cache(number)
 
     def deadline_s(self, now_s: float) -> float:
@@ -167,7 +168,6 @@ class ActiveLoad:
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing
-            self._num_sent += [0.0] * missing
             self.changes.count += 1
         self.active.reserve(num_blocks)
         self.forecast.reserve(num_ranks, num_blocks)
@@ -190,25 +190,34 @@ class ActiveLoad:
         known = known[known > 0]
         return float(np.sort(known)[len(known) // 2]) if len(known) else 0.0
 
-    def set_resident(self, number: int, num_blocks: float) -> None:
-        """The rank's device holds so many distinct blocks; UNKNOWN_BLOCKS: nobody knows."""
+    def set_resident(self, number: int, num_blocks: int, *, is_told: bool = True) -> None:
+        """The rank's device holds so many distinct blocks. Not `is_told`: until something is
+        computed there, as nobody tells what that leaves.
+        """
         self.ranks[number, costing.RESIDENT_BLOCKS] = num_blocks
+        if is_told:
+            self._untold.discard(number)
+        else:
+            self._untold.add(number)
 
     def empty_cache(self, number: int) -> None:
         """The rank holds nothing any more."""
         self.reserve(number + 1)
         self.forecast.forget(number)
-        self._num_sent[number] = 0.0
+        self.ranks[number, costing.RESIDENT_BLOCKS] = 0
         if self.counts_sent:
             self._presume_resident(number)
-        else:
-            self.set_resident(number, 0)
 
     def _presume_resident(self, number: int) -> None:
-        """A cache that has been full stays full: blocks only make room for others."""
-        capacity = self.ranks[number, costing.CAPACITY_BLOCKS]
-        sent = self._num_sent[number]
-        self.set_resident(number, min(sent, capacity) if capacity > 0 else costing.UNKNOWN_BLOCKS)
+        """What was sent there is there, as far as it fits: what is forecast, and not on its way."""
+        row, num_blocks = self.ranks[number], self.forecast.num_blocks(number)
+        capacity = row[costing.CAPACITY_BLOCKS]
+        if num_blocks > capacity - forecast.CHUNK:  # it goes by chunks
+            row[costing.RESIDENT_BLOCKS] = capacity
+        else:
+            row[costing.RESIDENT_BLOCKS] = max(0.0, num_blocks - row[costing.COMING_BLOCKS])
+        if not capacity > 0:
+            row[costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS
 
     def _end_prefill(self, request: ActiveRequest, now_s: float) -> None:
         number = request.rank_number
@@ -221,10 +230,11 @@ class ActiveLoad:
         row[costing.WAITING_MS] -= request.prefill_ms
         row[costing.PREFILL_TOKENS] -= request.prefill_tokens
         row[costing.COMING_BLOCKS] -= request.num_coming
-        if self.counts_sent:
-            self._num_sent[number] += request.num_coming
-            self._presume_resident(number)
+        if number in self._untold:
+            row[costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS
         if not waiting:  # what rounding has left
             row[[costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]] = 0.0
         elif was_first:
             row[costing.FIRST_MS], row[costing.FIRST_SINCE_MS] = waiting[0].prefill_ms, 1e3 * now_s
+        if self.counts_sent:
+            self._presume_resident(number)

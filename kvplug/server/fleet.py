@@ -175,8 +175,11 @@ class Fleet:
             # In a thread, as it waits for a run of events to end.
             await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
         if not worker.is_up:
+            was_down_because = worker.down_because
             if not self.uses_events:  # it may come back with an empty cache
                 await asyncio.to_thread(self._router.clear, Rank(worker.url))
+            if worker.down_because != was_down_because:
+                return
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
             worker.num_times_up += 1

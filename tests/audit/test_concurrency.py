@@ -4,10 +4,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from kvplug import BlockRemoved, BlockStored, EventBatch, Rank, Router, RouterConfig
 from kvplug.audit.router import AuditedRouter, Usage
+from kvplug.packed import PackedStored, encode
 from kvplug.router import core
 from tests.plugs.stock_client import wait_until
 
@@ -149,14 +151,33 @@ def tell_all(router, worker):
 
 
 def change_all(router, worker):
-    for _ in range(30):
+    for at in range(30):
         router.add_worker(worker)
         router.set_cache_capacity(Rank(worker), 100)
+        router.apply(Rank(worker), prompts_stored(at + 1, at + 20))
+        names = np.arange(at, at + 30, dtype=np.uint64) + np.uint64(10_000)
+        router.apply_packed(Rank(worker), encode([PackedStored(names, names, None)]))
         router.remove_worker(worker)
 
 
+def test_packed_events_come_before_or_after_a_clear(router, monkeypatch):
+    router.apply(RANK, prompts_stored())
+    slices = Slices(router)
+    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+    names = np.arange(5000, dtype=np.uint64) + np.uint64(10_000)
+    payload = encode([PackedStored(names, names, None)])
+    with in_thread(router.clear, RANK):
+        assert slices.has_begun.wait(30)
+        with in_thread(router.apply_packed, RANK, payload), router.deciding():
+            assert len(router.index) <= NUM_PROMPTS  # none of the packed ones
+    assert len(router.index) == len(names)
+    router.index.check()
+
+
 @pytest.mark.parametrize("kind", [Router, AuditedRouter])
-def test_threads_that_route_tell_and_change_the_fleet_do_not_collide(kind):
+def test_threads_that_route_tell_and_change_the_fleet_do_not_collide(kind, monkeypatch):
+    monkeypatch.setattr(core, "_EVENTS_PER_SLICE", 2)
+    monkeypatch.setattr(core, "_SLOTS_PER_SLICE", 8)
     router = kind(RouterConfig(block_size=BLOCK))
     for worker in "ab":
         router.add_worker(worker)

@@ -111,7 +111,7 @@ async def test_of_a_worker_without_events_nobody_knows_the_cache():
                 assert response.status == 200
         assert counts.num_requests == 2
         resident = service.router.load.ranks[0, costing.RESIDENT_BLOCKS]
-        assert resident == costing.UNKNOWN_BLOCKS
+        assert resident == costing.UNKNOWN_BLOCKS  # as something was sent there
 
 
 async def test_the_answer_and_the_body_pass_unchanged():

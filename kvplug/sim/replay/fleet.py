@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import ConfigError
 from kvplug.sim.replay.engine import CacheEvent, EngineSpec, Job, ReplayEngine, Step
 from kvplug.sim.replay.workload import Request, Workload
 
@@ -56,6 +57,13 @@ class Arrivals:
     rate: float = 0.0
     speed: float = 1.0
     num_closed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clients and self.rate and self.num_closed < 1:
+            raise ConfigError(
+                "arrivals from clients and at a rate: expected num_closed of at least 1, got "
+                f"{self.num_closed}"
+            )
 
 
 @dataclass(slots=True)
@@ -153,13 +161,14 @@ class _Run:
         """There is only a loop, or none."""
 
     def start_loop(self, clients: int, num_requests: int) -> None:
+        num_requests = min(num_requests, len(self.requests))
         self.next_of_loop = iter(range(num_requests))
         self.num_in_loop = min(clients, num_requests)
         for _ in range(self.num_in_loop):
             self.at(0.0, self.arrive, next(self.next_of_loop))
 
     def start_random(self, rate: float, first: int) -> None:
-        gaps = self.random.exponential(1 / rate, len(self.requests) - first)
+        gaps = self.random.exponential(1 / rate, max(0, len(self.requests) - first))
         for number, time in enumerate((self.now + np.cumsum(gaps)).tolist(), first):
             self.at(time, self.arrive, number)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvplug.errors import ConfigError
 from kvplug.sim.replay.engine import EngineSpec
 from kvplug.sim.replay.fleet import EVENT_S, HOP_S, Arrivals, replay
 from kvplug.sim.replay.policies import RoundRobin
@@ -90,6 +91,14 @@ def test_the_first_requests_may_come_in_a_loop_and_the_others_at_random():
     assert max(in_flight) == 4
     assert outcome.arrived_s[30] > ends[:30].max()
     assert 2000 / (outcome.arrived_s[-1] - ends[29]) == pytest.approx(50.0, rel=0.1)
+
+
+def test_clients_before_random_times_need_requests():
+    with pytest.raises(ConfigError, match="expected num_closed of at least 1, got 0"):
+        Arrivals(clients=4, rate=50.0)
+    workload = Unshared(num_requests=5, prompt=20, answer=1).make(0)
+    outcome, _ = replayed(Arrivals(clients=4, rate=50.0, num_closed=9), workload)
+    assert (outcome.total_s > 0).all()
 
 
 def test_random_arrivals_have_their_rate_and_are_the_same_for_the_same_seed():

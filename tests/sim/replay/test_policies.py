@@ -29,10 +29,11 @@ def test_a_seed_makes_the_same_choices_again(name):
     assert set(runs[0].tolist()) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1", "kv:events=on"],
-)
+UNKNOWN = ("best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1")
+UNKNOWN += ("kv:events=on", "kv=events=off", "kv:blocks:3")
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_a_name_that_nobody_knows_is_refused(name):
     with pytest.raises(ConfigError, match="expected"):
         make_policy(name, SPECS, 0)
