@@ -277,6 +277,7 @@ async def test_an_adapter_is_asked_for_by_name_and_has_its_own_blocks():
     first, second = Engine(adapters=["a"]), Engine(adapters=["a"])
     async with routing(first, second) as (service, client):
         url = list(service.fleet.workers)[1]
+        service.router.set_worth(Rank(url), 1.0)  # as if its events were followed
         service.router.apply(Rank(url), stored([1, 2, 3, 4], lora="a"))
         for model in ("a", "m"):
             body = {**COMPLETION, "model": model}
