@@ -74,8 +74,9 @@ def known_tokens(service, engine, prompt, namespace, lora):
     index = service.router.index_of(rank)
     seed = seed_of(namespace_of(namespace, lora))
     hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed)
-    depth = index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)]
-    return int(depth) * index.block_size
+    with service.router._lock:  # an event may come meanwhile
+        depth = index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)]
+        return int(depth) * index.block_size
 
 
 async def prime(service, client, engine, prompt, *, known=True, lora="", **how):

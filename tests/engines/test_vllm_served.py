@@ -58,7 +58,8 @@ def cached_tokens(answer):
 
 
 def blocks_of(service, engine):
-    return service.router.index.engine_hashes_of(Rank(engine.url))
+    with service.router._lock:  # an event may come meanwhile
+        return service.router.index.engine_hashes_of(Rank(engine.url))
 
 
 def ids(start, count):
@@ -172,7 +173,8 @@ async def test_a_killed_engine_is_left_and_picked_up_again(two_engines):
         await complete_directly(engine, ids(5, 96))
         await until(lambda: len(blocks_of(service, engine)) == 3, "its new blocks are known")
         await until(lambda: worker.follower.trust.reason is None, "nothing is missing")
-        service.router.index.check()
+        with service.router._lock:
+            service.router.index.check()
 
 
 async def complete_directly(engine, prompt):

@@ -76,7 +76,8 @@ def publishers(connect, collector, followers):
 
 
 def blocks_of(router, worker):
-    return router.index.engine_hashes_of(Rank(worker)).tolist()
+    with router._lock:  # an event may come meanwhile
+        return router.index.engine_hashes_of(Rank(worker)).tolist()
 
 
 async def test_engines_on_one_socket_are_followed_apart(router, publishers):

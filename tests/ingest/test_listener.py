@@ -38,7 +38,8 @@ def listener():
 
 
 def blocks_of(router, worker):
-    return router.index.engine_hashes_of(Rank(worker)).tolist()
+    with router._lock:  # an event may come meanwhile
+        return router.index.engine_hashes_of(Rank(worker)).tolist()
 
 
 async def test_two_publishers_are_followed_apart(router, listener, publishers):

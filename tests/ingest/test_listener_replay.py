@@ -92,7 +92,8 @@ def listener():
 
 
 def names(router):
-    return sorted(int(n) for n in router.index.engine_hashes_of(Rank("w")))
+    with router._lock:  # an event may come meanwhile
+        return sorted(int(n) for n in router.index.engine_hashes_of(Rank("w")))
 
 
 async def test_a_late_join_and_a_gap_are_filled(router, follower, listener, publisher, server):
