@@ -49,7 +49,7 @@ def slices_of(batch: EventBatch) -> Iterator[EventBatch]:
 
 class Router:
     """Following workers: add_worker, apply, clear, remove_worker. Requests: route, first_token,
-    finish. `fleet_index` and `load` may be read for inspection.
+    finish. `fleet_index` and `load` may be read for inspection, while no other thread is at work.
     """
 
     def __init__(
