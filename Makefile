@@ -113,8 +113,8 @@ sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; T
 	$(BIN)/python -m tests.benchmarks.sim_mooncake --traces $(TRACES) $(if $(SEEDS),--seeds $(SEEDS))
 
 .PHONY: sim-outcome
-sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=name,name SEEDS=N TRACES=folder; bench-results/sim-outcome.json
-	$(BIN)/python -m tests.benchmarks.sim_outcome --traces $(TRACES) $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS))
+sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=name,name SEEDS=N FIRST_SEED=N TRACES=folder; bench-results/sim-outcome.json
+	$(BIN)/python -m tests.benchmarks.sim_outcome --traces $(TRACES) $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED))
 
 .PHONY: sim-sweep
 sim-sweep: $(READY)  ## kv against its best weight in 42 scenarios, in virtual time; ONLY=part,part SEEDS=N; an hour; bench-results/sim-sweep.json

@@ -53,6 +53,15 @@ class Slices:
         return watched
 
 
+@pytest.fixture
+def slices(router, monkeypatch):
+    """Of a clear of many blocks."""
+    router.apply(RANK, prompts_stored())
+    slices = Slices(router)
+    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+    return slices
+
+
 @contextmanager
 def in_thread(function, *arguments):
     thread = threading.Thread(target=function, args=arguments)
@@ -64,10 +73,7 @@ def in_thread(function, *arguments):
     assert not thread.is_alive()
 
 
-def test_a_request_goes_between_two_slices_of_a_clear(router, monkeypatch):
-    router.apply(RANK, prompts_stored())
-    slices = Slices(router)
-    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+def test_a_request_goes_between_two_slices_of_a_clear(router, slices):
     with in_thread(router.clear, RANK):
         assert slices.has_begun.wait(30)
         with router.deciding():
@@ -103,14 +109,17 @@ def test_a_request_goes_between_two_slices_of_a_batch(router, monkeypatch, kind)
     router.index.check()
 
 
-def test_a_fleet_changes_before_or_after_a_clear(router, monkeypatch):
-    router.apply(RANK, prompts_stored())
-    slices = Slices(router)
-    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+def test_a_fleet_changes_before_or_after_a_clear(router, slices, monkeypatch):
+    seen, clear_slice = [], router._clear_slice
+    monkeypatch.setattr(
+        router, "_clear_slice", lambda c: clear_slice(c) or seen.append(router.ranks)
+    )
     with in_thread(router.clear, RANK):
         assert slices.has_begun.wait(30)
         with in_thread(router.remove_worker, "a"), router.deciding():
             assert router.ranks == [RANK]
+    assert len(seen) > 2
+    assert all(ranks == [RANK] for ranks in seen)
     assert (router.ranks, len(router.index)) == ([], 0)
 
 
@@ -160,10 +169,7 @@ def change_all(router, worker):
         router.remove_worker(worker)
 
 
-def test_packed_events_come_before_or_after_a_clear(router, monkeypatch):
-    router.apply(RANK, prompts_stored())
-    slices = Slices(router)
-    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+def test_packed_events_come_before_or_after_a_clear(router, slices):
     names = np.arange(5000, dtype=np.uint64) + np.uint64(10_000)
     payload = encode([PackedStored(names, names, None)])
     with in_thread(router.clear, RANK):

@@ -168,7 +168,7 @@ def _cache_capacity(view: WorkerView) -> Found:
         learned = f"{size.capacity:g} blocks" if size.capacity else "nothing so far"
         cure = f"the router goes by what evictions tell, {learned}; check the engine's cache "
         cure += "settings, and that events= is this engine's endpoint"
-        expected = "a capacity that its blocks fit into and fill"
+        expected = "a capacity that its blocks fit into"
         yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, cure)
 
 

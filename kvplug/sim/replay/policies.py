@@ -175,8 +175,8 @@ def make_policy(name: str, specs: Sequence[EngineSpec], seed: int) -> Policy:
     if name in _SIMPLE:
         return _SIMPLE[name](specs, seed)
     size = specs[0].block_size
-    kind, _, option = name.partition(":")
-    match [kind, *(option.split("=") if option else [])]:
+    kind, colon, option = name.partition(":")
+    match [kind, *(option.split("=") if colon else [])]:
         case ["kv"]:
             return Kv(specs, seed, RouterConfig(block_size=size))
         case ["kv", "blocks", weight]:

@@ -30,7 +30,7 @@ def test_a_seed_makes_the_same_choices_again(name):
 
 
 UNKNOWN = ("best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1")
-UNKNOWN += ("kv:events=on", "kv=events=off", "kv:blocks:3")
+UNKNOWN += ("kv:", "kv:events=on", "kv=events=off", "kv:blocks:3")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
