@@ -163,14 +163,21 @@ def can_insert(slots: U64, ring: Ring, rank: Index, num_blocks: Index, capacity:
 
 
 @inlined
+def num_free(ring: Ring) -> Index:
+    """How many nodes have no entry."""
+    return np.int64(len(ring.keys)) - np.int64(ring.state[NUM_USED])
+
+
+@inlined
 def insert_blocks(
     slots: U64, ring: Ring, rank: Index, now_s: float, ttl_s: float, max_expired: Index, hashes: U64
 ) -> None:
     """Enter or renew a rank's blocks, the last ones first, so that they are the first to go.
 
-    At most max_expired overdue entries are dropped first; that is at least len(hashes), so those
-    that make room later are lost before their time. There is room, and at least as many nodes as
-    hashes. A clock that goes back does not shorten lives: deadlines ascend.
+    At most max_expired overdue entries are dropped first; that is at least len(hashes) unless so
+    many nodes are free, so those that make room later are lost before their time. There is room,
+    and at least as many nodes as hashes. A clock that goes back does not shorten lives: deadlines
+    ascend.
     """
     state, links, num_nodes = ring.state, ring.links, len(ring.keys)
     deadline_s = now_s + ttl_s

@@ -44,6 +44,9 @@ SCORE, ACCOUNT, BOTH = 1, 2, 3
 
 # A prompt counts as on its way for its time in the queue, but a prediction may be wrong.
 _LONGEST_QUEUE_S = 30.0
+# Overdue blocks are dropped when requests end, as nobody waits for that; here only if little is
+# free, so that the ring does not grow for want of requests that end.
+_FREE_PER_BLOCK = 4
 _BASE_SEED, _NO_PARENT = np.uint64(1337), np.uint64(0)  # kvplug/hashing.py
 _11, _27, _30, _31 = (np.uint64(n) for n in (11, 27, 30, 31))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64 (Steele, Lea, Flood 2014)
@@ -157,7 +160,9 @@ def _expect(request: Request, rank: Index, depth: Index, own_ms: float, bundle: 
     if settings[scoring.EXPECTED_TTL_S] > 0 and last > first:
         at = i64_of(bundle, scoring.INDEX_RANKS)[rank]
         ring.state[expiring.NUM_LOST] += len(request.hashes) - last
-        max_expired = last - first + np.int64(settings[scoring.MAX_MORE_EXPIRED])
+        num_blocks, max_expired = last - first, np.int64(0)
+        if expiring.num_free(ring) < _FREE_PER_BLOCK * num_blocks:
+            max_expired = num_blocks + np.int64(settings[scoring.MAX_MORE_EXPIRED])
         queued_s = (
             min(1e-3 * own_ms, _LONGEST_QUEUE_S) if settings[scoring.USES_EVENTS] > 0 else 0.0
         )

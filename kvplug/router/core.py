@@ -289,6 +289,7 @@ class Router:
                     f"cannot finish request {request_id!r}: it is not in flight "
                     "(finished before, or expired)"
                 )
+            self._decider.expire_expected(request, now_s)
             if num_tokens is not None:
                 self._speeds.learn_answer(request, now_s, num_tokens)
                 self._decider.note_answer(request, num_tokens, now_s)

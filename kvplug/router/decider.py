@@ -153,6 +153,14 @@ class Decider:
             self.decide(Prompt(tokens, seed), None, candidates, now_s, answer) for tokens in prompts
         ]
 
+    def expire_expected(self, request: ActiveRequest, now_s: float) -> None:
+        """A request is over: drop twice as many overdue blocks as it may have brought. The next
+        request would have to do it while somebody waits.
+        """
+        rank = self._fleet_index.numbers.rank(request.rank_number)
+        expected = self._fleet_index.section_of(rank).index.speculative
+        expected.expire(now_s, 2 * len(request.sequence_hashes) + expected.max_more_expired)
+
     def note_answer(self, request: ActiveRequest, num_tokens: int, now_s: float) -> None:
         """A request is over, answered with so many tokens."""
         rank = self._fleet_index.numbers.rank(request.rank_number)

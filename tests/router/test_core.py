@@ -64,6 +64,24 @@ def test_a_routed_prefix_counts_as_cached_until_the_engine_says_so():
     assert router.route(PROMPT).overlap_blocks == 0
 
 
+def test_what_is_overdue_is_dropped_as_requests_end():
+    clock = Clock()
+    router = make_router("a", clock=clock)
+    first = router.route(PROMPT)
+    clock.now_s += 2.5
+    router.finish(first.request_id)
+    assert len(router.index.speculative) == 0
+
+
+def test_what_is_overdue_does_not_pile_up_when_no_request_ends():
+    clock = Clock()
+    router = make_router("a", clock=clock)
+    for number in range(200):
+        router.route([number] * 64)
+        clock.now_s += 0.5  # so four are not overdue
+    assert len(router.index.speculative) <= 16 * 16
+
+
 def test_a_removal_within_the_speculative_time_is_not_undone():
     router = make_router("a")
     router.route(PROMPT[:8])
