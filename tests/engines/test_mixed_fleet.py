@@ -71,10 +71,10 @@ async def complete(client, url, prompt, **how):
 def known_tokens(service, engine, prompt, namespace, lora):
     """How much of a prompt the router knows to be cached there."""
     rank = Rank(engine.url)
-    index = service.router.index_of(rank)
     seed = seed_of(namespace_of(namespace, lora))
-    hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed)
-    with service.router._lock:  # an event may come meanwhile
+    with service.router._lock:  # an event may come meanwhile, and move the worker to another index
+        index = service.router.fleet_index.section_of(rank).index
+        hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed)
         depth = index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)]
         return int(depth) * index.block_size
 
