@@ -82,8 +82,8 @@ sim-heimdall: $(READY)  ## Heimdall's published example in virtual time, calibra
 
 .PHONY: bench-outcome
 bench-outcome: SEEDS ?= 5
-bench-outcome: $(READY)  ## what users see with each router, on simulated engines; hours: ONLY=name,name SEEDS=5 TRACES=folder; bench-results/outcome.json
-	$(BIN)/python -m tests.benchmarks.outcome --traces $(TRACES) --seeds $(SEEDS) $(if $(ONLY),--only $(ONLY))
+bench-outcome: $(READY)  ## what users see with each router, on simulated engines; hours: ONLY=name,name SEEDS=5 FIRST_SEED=N TRACES=folder; bench-results/outcome.json
+	$(BIN)/python -m tests.benchmarks.outcome --traces $(TRACES) --seeds $(SEEDS) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED)) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: soak-index
 soak-index: SECONDS = 180

@@ -11,7 +11,7 @@ One class for two uses, with the time to live of each:
                  there, and is renewed with each request that has it.
 
 Entries expire in the order in which they were inserted or renewed. An overdue one never counts;
-its memory comes back bit by bit, with later insertions.
+its memory comes back bit by bit, as requests end and with later insertions.
 """
 
 from __future__ import annotations
