@@ -154,8 +154,6 @@ def _touch_after(cache: Forecast, node: Index) -> Index:
 @inlined
 def _drop_to(cache: Forecast, rank: Index, capacity: Index) -> None:
     """Drop the oldest until the rank has no more blocks than that."""
-    if cache.ends[_end(rank, NUM_BLOCKS)] <= capacity:
-        return
     ahead: Index = np.int64(cache.ends[_end(rank, OLDEST)])
     num_ahead = 0
     while cache.ends[_end(rank, NUM_BLOCKS)] > capacity:
