@@ -15,6 +15,7 @@ from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
+from kvplug.server.model_cards import Served
 from kvplug.server.namespaces import Body, lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
@@ -59,8 +60,7 @@ class Api:
         """A completion or a chat: tokenize, route, forward."""
         raw = await request.read()
         body = _json_object(raw)
-        model, is_chat = self._model_of(body), request.path == _CHAT
-        served = self._fleet.models()[model]
+        (model, served), is_chat = self._model_of(body), request.path == _CHAT
         tokens = await self._prompts.tokens_of(
             {**body, "model": served.base},
             served.root,
@@ -68,7 +68,6 @@ class Api:
             size=len(raw),
         )
         forward = Forward(
-            path=request.path,
             model=model,
             body=raw,
             tokens=tokens,
@@ -102,22 +101,22 @@ class Api:
         """Prometheus text."""
         return web.Response(body=self._metrics.render(), headers=self._metrics.headers)
 
-    def _model_of(self, body: Body) -> str:
-        model, served = body.get("model"), sorted(self._fleet.models())
-        if model is None and len(served) == 1:
-            return served[0]  # vLLM too takes a body without a model
+    def _model_of(self, body: Body) -> tuple[str, Served]:
+        model, names = body.get("model"), sorted(self._fleet.models())
+        if model is None and len(names) == 1:
+            model = names[0]  # vLLM too takes a body without a model
         adapter = f"{model}:{lora_path_of(body)}"
-        if adapter in served:
-            return adapter  # as SGLang names it
+        if adapter in names:
+            model = adapter  # as SGLang names it
         if not isinstance(model, str):
             raise ApiError(400, "the body must name a model", code="model_required", param="model")
-        if not self._fleet.knows(model) and served:
-            message = f"the model {model!r} does not exist; served are: {', '.join(served)}"
+        if (served := self._fleet.served_as(model)) is not None:
+            return model, served
+        if names:
+            message = f"the model {model!r} does not exist; served are: {', '.join(names)}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        if model not in served:
-            message = f"no worker that serves model {model!r} can be reached now"
-            raise ApiError(503, message, code="no_worker")
-        return model
+        message = f"no worker that serves model {model!r} can be reached now"
+        raise ApiError(503, message, code="no_worker")
 
 
 def _json_object(raw: bytes) -> Body:

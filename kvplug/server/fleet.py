@@ -22,9 +22,13 @@ from kvplug.ingest.follower import Follower
 from kvplug.ingest.listener import EventListener
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import Served, model_of, served_by
+from kvplug.server.upstream import is_local_shortage
 from kvplug.topics import Topic
 
 logger = logging.getLogger(__name__)
+
+# In a row, until a worker that takes connections is down.
+_FAILED_LOOKS = 2
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
     models: by name, what it serves, adapters included; num_times_up: how often it came up, as each
-    time it may be another engine.
+    time it may be another engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
@@ -40,6 +44,7 @@ class Worker:
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
     num_times_up: int = 0
+    num_failed_looks: int = 0
 
     @property
     def url(self) -> str:
@@ -108,13 +113,17 @@ class Fleet:
             for name, served in worker.models.items()
         }
 
-    def knows(self, model: str) -> bool:
-        """Whether any worker, up or down, was seen to serve the model."""
-        return any(model in worker.models for worker in self.workers.values())
+    def served_as(self, model: str) -> Served | None:
+        """What is meant by a name that is asked for, or None."""
+        workers = sorted(self.workers.values(), key=lambda worker: not worker.is_up)
+        return next((w.models[model] for w in workers if model in w.models), None)
 
     def candidates(self, model: str) -> set[str]:
-        """URLs of the workers that are up and serve the model."""
-        return {url for url, w in self.workers.items() if w.is_up and model in w.models}
+        """URLs of the workers that serve the model: those that are up; if none is, those that did
+        when they were, as one may be back before it is looked at.
+        """
+        serving = {url: worker for url, worker in self.workers.items() if model in worker.models}
+        return {url for url, worker in serving.items() if worker.is_up} or set(serving)
 
     def block_size_of(self, worker: Worker) -> int | None:
         """Tokens per block; None while neither a flag nor an event said it."""
@@ -170,6 +179,7 @@ class Fleet:
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             self._note_failure(worker, error)
             return
+        worker.num_failed_looks = 0
         if models != worker.models:
             worker.models = models
             # In a thread, as it waits for a run of events to end.
@@ -186,6 +196,13 @@ class Fleet:
 
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__
+        if is_local_shortage(error):
+            logger.warning("worker %s cannot be looked at: %s", worker.url, reason)
+            return
+        worker.num_failed_looks += 1
+        is_refused = isinstance(error, aiohttp.ClientConnectorError)
+        if worker.is_up and worker.num_failed_looks < _FAILED_LOOKS and not is_refused:
+            return  # it may be busy
         if worker.down_because != reason:
             logger.warning(
                 "worker %s is not reachable: %s; looking again every %g s",

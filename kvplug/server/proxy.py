@@ -2,22 +2,20 @@
 
 In:  an HTTP request, its body, a Router.   Out: the worker's answer as it is.
 
-A worker that cannot be reached, or goes before it answered anything, is marked down and the
-request goes to another one. Once part of an answer is out, the client is told that it ends.
+A worker that cannot be reached is marked down and the request goes to another one. If a worker
+took the request and went away before it answered, one other worker is asked, no third: the request
+may be the reason. Once part of an answer is out, the client is told that it ends.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import aiohttp
 import numpy as np
 from aiohttp import web
-from multidict import CIMultiDict
 
 from kvplug.audit.router import AuditedRouter
 from kvplug.errors import NoWorkerError, UnknownRequestError
@@ -26,19 +24,13 @@ from kvplug.hashing import Tokens
 from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
 from kvplug.server.replies import ApiError, error_event
-from kvplug.server.usage import Stream, usage_of
+from kvplug.server.upstream import LostError, Upstream, passed_on, translated
+from kvplug.server.usage import Stream, WholeEvents, usage_of
 
 logger = logging.getLogger(__name__)
 
-# RFC 9110, 7.6.1: these concern one connection; length and host are set anew on each side.
-_HOP_BY_HOP = frozenset(
-    (
-        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("proxy-authenticate", "proxy-authorization", "host", "content-length"),
-        *("content-encoding", "accept-encoding"),
-    )
-)
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
+_MAX_WORKERS_LOST: Final = 2
 
 
 class Forward(NamedTuple):
@@ -48,7 +40,6 @@ class Forward(NamedTuple):
     unauditable: why the answer's usage would not tell about the prefix, or None.
     """
 
-    path: str
     model: str
     body: bytes
     tokens: Tokens | None
@@ -56,10 +47,6 @@ class Forward(NamedTuple):
     max_tokens: int | None
     streams: bool
     unauditable: str | None
-
-
-class _WorkerLost(Exception):
-    """The worker could not be reached, or went before it answered anything."""
 
 
 @dataclass(slots=True)
@@ -84,27 +71,40 @@ class WorkerCounts:
 class Proxy:
     """forward a request; `counts` by worker URL."""
 
-    def __init__(self, router: AuditedRouter, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(self, router: AuditedRouter, fleet: Fleet, upstream: Upstream) -> None:
         self.counts = {url: WorkerCounts() for url in fleet.workers}
-        self._router, self._fleet, self._session = router, fleet, session
+        self._router, self._fleet, self._upstream = router, fleet, upstream
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
         """Send the request to the best worker that answers."""
         tried: set[str] = set()
-        while True:
-            exchange = _Exchange(self._route(forward, tried))
+        lost: set[str] = set()
+        while len(lost) < _MAX_WORKERS_LOST:
+            workers = self._fleet.candidates(forward.model) - tried
+            if lost and not workers:
+                break
+            exchange = _Exchange(self._route(forward, workers))
             url = exchange.decision.rank.worker
             try:
                 return await self._exchange(request, forward, exchange)
-            except _WorkerLost as lost:
-                self._fleet.mark_down(url, str(lost))
-                self.counts[url].num_lost += 1
+            except LostError as error:
+                self._note_loss(url, error)
                 tried.add(url)
+                if error.was_reached:
+                    lost.add(url)
             finally:
                 self._finish(exchange)
+        message = f"{' and '.join(sorted(lost))} went away before the answer began"
+        raise ApiError(502, message, code="worker_lost")
 
-    def _route(self, forward: Forward, tried: set[str]) -> Decision:
-        workers = self._fleet.candidates(forward.model) - tried
+    def _note_loss(self, url: str, error: LostError) -> None:
+        self.counts[url].num_lost += 1
+        if error.was_reached:
+            logger.warning("worker %s went away before it answered: %s", url, error)
+        else:
+            self._fleet.mark_down(url, str(error))
+
+    def _route(self, forward: Forward, workers: set[str]) -> Decision:
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
             with self._router.deciding():
@@ -136,41 +136,37 @@ class Proxy:
     async def _exchange(
         self, request: web.Request, forward: Forward, exchange: _Exchange
     ) -> web.StreamResponse:
-        headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP}
         decision = exchange.decision
-        url = decision.rank.worker + forward.path
-        with _translated():
-            upstream = await self._session.post(url, data=forward.body, headers=headers)
-        async with upstream:
-            if upstream.content_type == "text/event-stream":
-                return await self._stream(request, upstream, exchange)
-            with _translated():
-                body = await upstream.read()
-            if upstream.ok:
+        async with self._upstream.post(decision.rank.worker, request, forward.body) as answer:
+            if answer.content_type == "text/event-stream":
+                return await self._stream(request, answer, exchange)
+            with translated():
+                body = await answer.read()
+            if answer.ok:
                 usage = usage_of(body)
                 exchange.num_tokens = None if usage is None else usage.completion_tokens
                 self._router.answered(decision.request_id, usage)
-            return web.Response(body=body, status=upstream.status, headers=_kept(upstream))
+            headers = passed_on(answer.headers)
+            return web.Response(body=body, status=answer.status, headers=headers)
 
     async def _stream(
         self, request: web.Request, upstream: aiohttp.ClientResponse, exchange: _Exchange
     ) -> web.StreamResponse:
-        response = web.StreamResponse(status=upstream.status, headers=_kept(upstream))
-        stream, decision = Stream(), exchange.decision
+        response = web.StreamResponse(status=upstream.status, headers=passed_on(upstream.headers))
+        stream, events, decision = Stream(), WholeEvents(), exchange.decision
         # The first part is awaited before anything goes out: until then another worker can take
         # the request over.
-        with _translated():
+        with translated():
             part = await upstream.content.readany()
         try:
             await response.prepare(request)
-            if part:
-                await response.write(part)
-            self._router.first_token(decision.request_id)  # behind what the client waits for
             while part:
-                stream.add(part)
-                if part := await self._next_part(upstream, decision):
-                    await response.write(part)
-            await response.write_eof()
+                if whole := events.add(part):
+                    await response.write(whole)
+                if stream.add(part):
+                    self._router.first_token(decision.request_id)
+                part = await self._next_part(upstream, decision, events)
+            await response.write_eof(events.take_begun())
             if upstream.ok and upstream.content.exception() is None:
                 exchange.num_tokens = stream.num_tokens
                 self._router.answered(decision.request_id, stream.usage())
@@ -178,14 +174,17 @@ class Proxy:
             logger.debug("the client of request %s left", decision.request_id)
         return response
 
-    async def _next_part(self, upstream: aiohttp.ClientResponse, decision: Decision) -> bytes:
+    async def _next_part(
+        self, upstream: aiohttp.ClientResponse, decision: Decision, events: WholeEvents
+    ) -> bytes:
         """What the worker says next; an error event if it went away, and then nothing."""
         if upstream.content.exception() is not None:
             return b""
         try:
-            with _translated():
+            with translated():
                 return await upstream.content.readany()
-        except (_WorkerLost, ApiError) as lost:
+        except (LostError, ApiError) as lost:
+            events.take_begun()
             return self._broken(decision.rank.worker, str(lost))
 
     def _broken(self, url: str, reason: str) -> bytes:
@@ -201,21 +200,3 @@ class Proxy:
             self._router.finish(request_id, exchange.num_tokens)
         except UnknownRequestError:
             logger.debug("request %s had expired", request_id)
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Aiohttp's errors of the worker's side, as ours."""
-    try:
-        yield
-    except aiohttp.SocketTimeoutError as error:
-        # It took the request and is silent: sending it elsewhere would do the work twice.
-        raise ApiError(504, "the worker did not answer in time", code="timeout") from error
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise _WorkerLost(str(error) or type(error).__name__) from error
-
-
-def _kept(upstream: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """The worker's headers that concern the client."""
-    items = upstream.headers.items()
-    return CIMultiDict((name, value) for name, value in items if name.lower() not in _HOP_BY_HOP)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 from aiohttp import web
 
 from kvplug.audit.router import AuditedRouter
@@ -28,6 +28,7 @@ from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy
+from kvplug.server.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ class RouterService:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
-            session = await started.enter_async_context(_session(self.config))
+            upstream = await started.enter_async_context(Upstream(self.config))
+            session = upstream.session
             self.fleet = Fleet(self.config, self.router, session)
-            self.proxy = Proxy(self.router, self.fleet, session)
+            self.proxy = Proxy(self.router, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
             prompts = Prompts(self.config.tokenizer)
@@ -92,19 +94,18 @@ class RouterService:
             raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
 
 
-def _session(config: ServerConfig) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
-    )
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=timeout,
-    )
+def _raise_descriptor_limit() -> None:
+    """A stream takes two descriptors, and 1,024, the usual soft limit, is for programs that use
+    select(2), which this one does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once."""
+    _raise_descriptor_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

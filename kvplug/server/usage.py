@@ -21,6 +21,8 @@ from kvplug.router.prompt import MAX_TOKENS
 _TAIL_BYTES = 8192
 _COMPLETION_TOKENS = 16
 _EVENT = b"\ndata:"
+_BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_MAX_EVENT_BYTES = 2**20  # a longer one is passed on as it comes
 # Fields with which an engine computes prompt tokens that it has cached, or counts other ones.
 _ODD_FIELDS = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "logprob_start_len")
 
@@ -86,6 +88,29 @@ def unauditable(body: Mapping[str, Any]) -> str | None:
     return None
 
 
+class WholeEvents:
+    """Server-sent events that come in parts: add each part, pass on what it returns.
+
+    A client would take what a broken stream has of an event for one, and fail to parse it.
+    """
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def add(self, part: bytes) -> bytes:
+        """The whole events so far that were not passed on."""
+        events = self._begun + part
+        ends = [events.rfind(blank) + len(blank) for blank in _BLANK_LINES if blank in events]
+        end = max(ends, default=len(events) if len(events) > _MAX_EVENT_BYTES else 0)
+        self._begun = events[end:]
+        return events[:end]
+
+    def take_begun(self) -> bytes:
+        """What has come of the last event."""
+        begun, self._begun = self._begun, b""
+        return begun
+
+
 class Stream:
     """Server-sent events of an answer: add each part, then ask for the usage and the length.
 
@@ -98,14 +123,18 @@ class Stream:
         # Of the last event's end: a part may begin in the middle of a word.
         self._num_events, self._before = 0, b"\n"
 
-    def add(self, part: bytes) -> None:
-        """The next part, as it goes to the client."""
+    def add(self, part: bytes) -> bool:
+        """The next part, as it goes to the client; whether it has the first event (a comment,
+        which keeps a connection alive, is none).
+        """
+        num_before = self._num_events
         self._num_events += (self._before + part).count(_EVENT)
         self._before = (self._before + part)[1 - len(_EVENT) :]
         self._parts.append(part)
         self._num_bytes += len(part)
         while self._num_bytes - len(self._parts[0]) >= _TAIL_BYTES:
             self._num_bytes -= len(self._parts.popleft())
+        return num_before == 0 < self._num_events
 
     def usage(self) -> Usage | None:
         """From the last chunk that has one."""

@@ -13,7 +13,8 @@ MODEL = "m"
 class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
-    ok, refuse; die before the answer, half of it; silent, slow (for ever), gated (until `gate`).
+    ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
+    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`: /health waits.
     `usage` ends its answers, streamed or not. `says` holds the bodies of further routes.
     """
 
@@ -21,9 +22,12 @@ class Engine:
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
+        self.last_path, self.is_healthy = "", asyncio.Event()
+        self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
 
     async def health(self, request):
+        await self.is_healthy.wait()
         return web.Response()
 
     async def list_models(self, request):
@@ -41,7 +45,12 @@ class Engine:
 
     async def generate(self, request):
         self.num_requests += 1
-        self.last_body, self.last_headers = await request.read(), dict(request.headers)
+        self.last_body, self.last_headers = await request.read(), request.headers
+        self.last_path = request.path_qs
+        if self.behaviour == "redirect":
+            raise web.HTTPTemporaryRedirect(self.says["redirect"])
+        if self.behaviour == "odd":
+            return web.Response(headers={"x-odd": "x" * 100_000})
         if self.behaviour == "die":
             request.transport.close()
         if self.behaviour in ("die", "silent"):
@@ -61,6 +70,7 @@ class Engine:
         await response.prepare(request)
         await response.write(b'data: {"choices": []}\n\n')
         if self.behaviour == "half":
+            await response.write(b'data: {"choices": [{"te')
             request.transport.close()
         if self.behaviour == "gated":
             await self.gate.wait()

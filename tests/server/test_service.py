@@ -26,16 +26,21 @@ async def routing(*engines, **settings):
     """A router before these engines: (service, client)."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(served(engine)) for engine in engines]
-        config = ServerConfig(
-            workers=tuple(WorkerSpec(url=url) for url in urls or ["http://127.0.0.1:9"]),
-            port=0,
-            router=RouterConfig(block_size=4, mode=settings.pop("mode", "kv")),
-            health_interval_s=0.05,
-            grace_s=0.2,
-            **settings,
-        )
-        service = await stack.enter_async_context(RouterService(config))
-        client = await stack.enter_async_context(aiohttp.ClientSession(service.url))
+        yield await stack.enter_async_context(serving(urls, **settings))
+
+
+@asynccontextmanager
+async def serving(urls, *, mode="kv", health_interval_s=0.05, **settings):
+    """A router before the engines at these URLs, or before none: (service, client)."""
+    config = ServerConfig(
+        workers=tuple(WorkerSpec(url=url) for url in urls or ["http://127.0.0.1:9"]),
+        port=0,
+        router=RouterConfig(block_size=4, mode=mode),
+        health_interval_s=health_interval_s,
+        grace_s=0.2,
+        **settings,
+    )
+    async with RouterService(config) as service, aiohttp.ClientSession(service.url) as client:
         yield service, client
 
 
@@ -160,8 +165,9 @@ async def test_an_answer_that_breaks_off_ends_with_an_error():
     async with routing(engine) as (service, client):
         body = {**COMPLETION, "stream": True}
         async with client.post("/v1/completions", json=body) as response:
-            lines = (await response.read()).decode().strip().splitlines()
-        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
+            events = (await response.read()).decode().strip().split("\n\n")
+        assert [len(json.loads(event.removeprefix("data: "))) for event in events] == [1, 1]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "worker_lost"
         assert len(service.router.load) == 0
 
 
@@ -209,6 +215,28 @@ async def test_a_worker_that_comes_back_is_used_again():
         await until(lambda: worker.is_up, "the next look finds it up")
         async with client.post("/v1/completions", json=COMPLETION) as response:
             assert response.status == 200
+
+
+async def test_with_no_worker_up_those_that_were_are_asked():
+    async with routing(Engine(), health_interval_s=60) as (service, client):
+        [worker] = service.fleet.workers.values()
+        service.fleet.mark_down(worker.url, "a test says so")
+        async with client.post("/v1/completions", json=COMPLETION) as response:
+            assert response.status == 200
+
+
+async def test_a_worker_is_down_when_two_looks_in_a_row_fail():
+    engine = Engine()
+    async with routing(engine, connect_timeout_s=0.1) as (service, _):
+        [worker] = service.fleet.workers.values()
+        engine.is_healthy.clear()
+        await until(lambda: worker.num_failed_looks == 1, "a look has failed")
+        assert worker.is_up
+        engine.is_healthy.set()
+        await until(lambda: worker.num_failed_looks == 0, "the next one succeeds")
+        assert worker.is_up
+        engine.is_healthy.clear()
+        await until(lambda: not worker.is_up, "two looks have failed")
 
 
 async def test_models_of_all_workers_are_listed_and_kept_apart():
@@ -299,7 +327,7 @@ async def test_an_adapter_that_is_loaded_later_is_found():
         body = {**COMPLETION, "model": "late"}
         assert (await post_error(client, body))[:2] == (404, "model_not_found")
         engine.adapters = ["late"]
-        await until(lambda: service.fleet.knows("late"), "the next look finds it")
+        await until(lambda: service.fleet.served_as("late"), "the next look finds it")
         async with client.post("/v1/completions", json=body) as response:
             assert response.status == 200
 

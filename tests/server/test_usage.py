@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvplug.audit.router import Usage
-from kvplug.server.usage import Stream, max_tokens_of, unauditable, usage_of
+from kvplug.server.usage import Stream, WholeEvents, max_tokens_of, unauditable, usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 
@@ -120,3 +120,27 @@ def test_only_the_end_of_a_stream_is_kept():
 )
 def test_some_requests_say_nothing_about_their_prefix(more, reason):
     assert unauditable({"model": "m", **more}) == reason
+
+
+def test_a_comment_is_no_first_token():
+    stream = Stream()
+    parts = [b": keep-alive\n\n", b'data: {"choices"', b": []}\n\n", b"data: [DONE]\n\n"]
+    assert [stream.add(part) for part in parts] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_whole_events_are_passed_on_wherever_the_parts_begin(end):
+    sent = end.join((b"data: 1", b": comment", b"data: 2", b"data: [DONE]", b""))
+    for size in range(1, len(sent)):
+        events = WholeEvents()
+        passed = [events.add(sent[at : at + size]) for at in range(0, len(sent), size)]
+        assert b"".join(passed) == sent
+        assert all(not some or some.endswith(end[-1:]) for some in passed)
+        assert events.take_begun() == b""
+
+
+def test_an_event_that_does_not_end_is_passed_on_as_it_comes():
+    events = WholeEvents()
+    parts = [b"x" * 2**19, b"y" * 2**20, b"z"]
+    assert [len(events.add(part)) for part in parts] == [0, 2**19 + 2**20, 0]
+    assert events.take_begun() == b"z"
