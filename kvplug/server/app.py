@@ -8,15 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from aiohttp import web
 
+from kvplug.server.bodies import Body, read_body
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.model_cards import Served
-from kvplug.server.namespaces import Body, lora_path_of, namespace_of
+from kvplug.server.namespaces import lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
 from kvplug.server.replies import ApiError, error_response
@@ -59,7 +59,7 @@ class Api:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion or a chat: tokenize, route, forward."""
         raw = await request.read()
-        body = _json_object(raw)
+        body = await read_body(raw)
         (model, served), is_chat = self._model_of(body), request.path == _CHAT
         tokens = await self._prompts.tokens_of(
             {**body, "model": served.base},
@@ -117,14 +117,6 @@ class Api:
             raise ApiError(404, message, code="model_not_found", param="model")
         message = f"no worker that serves model {model!r} can be reached now"
         raise ApiError(503, message, code="no_worker")
-
-
-def _json_object(raw: bytes) -> Body:
-    try:
-        return msgspec.json.decode(raw, type=Body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        message = f"the body must be a JSON object: {error}"
-        raise ApiError(400, message, code="invalid_json") from error
 
 
 @web.middleware

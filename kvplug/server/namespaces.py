@@ -11,11 +11,8 @@ from the routing itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvplug.events import Namespace
-
-Body = dict[str, Any]
+from kvplug.server.bodies import Body
 
 
 def namespace_of(body: Body, lora_name: str = "") -> Namespace:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
-from kvplug.server.namespaces import Body, has_extra_key
-from kvplug.server.tokenizer import PromptTokenizer, token_id_prompts
+from kvplug.server.bodies import Body
+from kvplug.server.namespaces import has_extra_key
+from kvplug.server.tokenizer import PromptTokenizer, first_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,9 @@ class Prompts:
             self._note(Reason.PROMPT_EMBEDS)
             return None
         try:
-            ready = None if is_chat else token_id_prompts(body.get("prompt"))
+            ready = None if is_chat else first_token_ids(body)
             if ready is not None:
-                return ready[0] if ready else None
+                return ready
             tokenizer = self._tokenizer(body["model"], root)
             if tokenizer is None:
                 self._note(Reason.NO_TOKENIZER)

@@ -59,6 +59,15 @@ def token_id_prompts(prompt: object) -> list[Tokens] | None:
     return [_token_ids(ids) for ids in (prompt if kinds == {list} else [prompt])]
 
 
+def first_token_ids(body: Mapping[str, Any]) -> Tokens | None:
+    """Of the first prompt of a /v1/completions body, as the engine cuts it; None if it is text."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[:1]
+    ids = token_id_prompts(prompt)
+    return None if ids is None else _cut(ids[0], body)
+
+
 def _token_ids(ids: list[Any]) -> Tokens:
     kinds = set(map(type, ids))  # at C speed; bool is an int to Python but no token id
     if not kinds <= {int}:

@@ -11,6 +11,7 @@ more on a new connection.
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from kvplug.server.replies import ApiError
 
 _KEEPALIVE_S: Final = 2.0
 _MAX_HEADER_BYTES: Final = 2**16
+_LARGE_BYTES: Final = 2**16
 # Of the router's machine: descriptors, buffers, memory, ports.
 _SHORTAGES: Final = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
@@ -107,7 +109,12 @@ async def _post(
     url = URL(worker + request.path_qs, encoded=True)
     with translated():
         return await session.post(
-            url, data=body, headers=headers, allow_redirects=False, trace_request_ctx=attempt
+            url,
+            # In pieces, between which others have their turn.
+            data=io.BytesIO(body) if len(body) >= _LARGE_BYTES else body,
+            headers=headers,
+            allow_redirects=False,
+            trace_request_ctx=attempt,
         )
 
 

@@ -93,7 +93,7 @@ class Engine:
 @asynccontextmanager
 async def served(engine, port=0):
     """The engine on a free port; yields its URL."""
-    app = web.Application()
+    app = web.Application(client_max_size=2**26)
     app.add_routes(
         [
             web.get("/health", engine.health),

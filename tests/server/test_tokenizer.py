@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.errors import TokenizerError
-from kvplug.server.tokenizer import PromptTokenizer, token_id_prompts
+from kvplug.server.tokenizer import PromptTokenizer, first_token_ids, token_id_prompts
 
 VECTORS = Path(__file__).parent / "vectors"
 TOKENIZERS = {"byte_level.json", "sentencepiece.json"}
@@ -116,6 +116,19 @@ def test_lists_of_token_ids_are_prompts(prompts):
 @pytest.mark.parametrize("prompt", ["", "text", ["a"], ["a", "b"]])
 def test_text_is_no_token_ids(prompt):
     assert token_id_prompts(prompt) is None
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4], [[1, 2, 3, 4], [5]]])
+@pytest.mark.parametrize(
+    ("more", "ids"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"truncate_prompt_tokens": 3}, [2, 3, 4]),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, [1, 2, 3]),
+    ],
+)
+def test_the_first_token_ids_are_cut_as_the_engine_cuts_them(prompt, more, ids):
+    assert first_token_ids({"prompt": prompt, **more}).tolist() == ids
 
 
 @pytest.mark.parametrize(
