@@ -6,6 +6,7 @@ In:  requests of OpenAI's API.   Out: the workers' answers, /health, /metrics.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -43,6 +44,7 @@ class Api:
     ) -> None:
         self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
         self._metrics, self._health = metrics, health
+        self._started_s = int(time.time())
         self.application = web.Application(
             client_max_size=config.max_body_bytes, middlewares=[_errors_in_openai_form]
         )
@@ -84,6 +86,7 @@ class Api:
             {
                 "id": name,
                 "object": "model",
+                "created": self._started_s,
                 "owned_by": "kvplug",
                 "root": served.root,
                 "parent": served.base if served.lora_name else None,

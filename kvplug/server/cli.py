@@ -50,6 +50,7 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         port=arguments.port,
         router=router,
         tokenizer=arguments.tokenizer,
+        worker_api_key_file=arguments.worker_api_key_file,
         events_bind=arguments.events_bind,
         max_body_bytes=arguments.max_body_bytes,
         health_interval_s=arguments.health_interval_s,
@@ -87,6 +88,12 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]",
         help="an engine and where it publishes its KV events; repeat for each engine",
+    )
+    group.add_argument(
+        "--worker-api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the key that engines demand, for what the router asks on its own",
     )
     group.add_argument(
         "--events-bind",

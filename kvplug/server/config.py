@@ -87,6 +87,8 @@ class ServerConfig:
 
     workers: the engines. tokenizer: folder with tokenizer.json and chat template; by default the
     folder that a worker names for its model, if it is on this machine.
+    worker_api_key_file: holds the key of workers that demand one (vLLM's --api-key), for what the
+    router asks on its own; clients send theirs.
     events_bind: endpoint that engines connect to with their events; None: none does.
     max_body_bytes: a larger request body is answered with 413.
     health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
@@ -100,6 +102,7 @@ class ServerConfig:
     port: int = 8000
     router: RouterConfig = field(default_factory=RouterConfig)
     tokenizer: Path | None = None
+    worker_api_key_file: Path | None = None
     events_bind: str | None = None
     max_body_bytes: int = 32 * 2**20
     health_interval_s: float = 2.0
@@ -119,6 +122,7 @@ class ServerConfig:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        _ = self.worker_api_key  # checks itself
         if not 0 <= self.audit_sample <= 1:
             raise ConfigError(f"audit_sample must be in [0, 1], got {self.audit_sample}")
         self._require_topics()
@@ -127,6 +131,22 @@ class ServerConfig:
         for name in (*times, "max_body_bytes"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    @property
+    def worker_api_key(self) -> str | None:
+        """Read anew each time, as it is not to be kept where it could be printed."""
+        if self.worker_api_key_file is None:
+            return None
+        try:
+            key = self.worker_api_key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"worker_api_key_file: cannot be read: {error}") from error
+        if not (key.isascii() and key.isprintable() and key):
+            raise ConfigError(
+                f"worker_api_key_file: expected a line of printable ASCII characters in "
+                f"{str(self.worker_api_key_file)!r}, got none or others"
+            )
+        return key
 
     def _require_topics(self) -> None:
         if self.events_bind is None:

@@ -176,7 +176,7 @@ class Fleet:
             await self._get(worker, "/health")
             # Each time: adapters come and go while the engine runs.
             models = served_by(await self._get(worker, "/v1/models"))
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace, TracebackType
+from types import MappingProxyType, SimpleNamespace, TracebackType
 from typing import Final, Self
 
 import aiohttp
@@ -29,6 +29,7 @@ from kvplug.server.replies import ApiError
 _KEEPALIVE_S: Final = 2.0
 _MAX_HEADER_BYTES: Final = 2**16
 _LARGE_BYTES: Final = 2**16
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 # Of the router's machine: descriptors, buffers, memory, ports.
 _SHORTAGES: Final = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
@@ -57,10 +58,13 @@ class _Attempt:
 
 
 class Upstream:
-    """An async context manager; post; `session` for what is no client's request."""
+    """An async context manager; post; `session` for what the router asks on its own."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self.session = _session(
+        key = config.worker_api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.session = _session(config, aiohttp.TCPConnector(limit=0), headers)
+        self._pooled = _session(
             config, aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
         )
         self._unpooled = _session(config, aiohttp.TCPConnector(limit=0, force_close=True))
@@ -68,6 +72,7 @@ class Upstream:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self.session)
+            await opened.enter_async_context(self._pooled)
             await opened.enter_async_context(self._unpooled)
             self._opened = opened.pop_all()
         return self
@@ -87,7 +92,7 @@ class Upstream:
         """The worker's answer to the client's request; LostError, ApiError."""
         attempt = _Attempt()
         try:
-            answer = await _post(self.session, worker, request, body, attempt)
+            answer = await _post(self._pooled, worker, request, body, attempt)
         except LostError:
             if not attempt.was_reused:
                 raise
@@ -160,7 +165,9 @@ def _named(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _session(config: ServerConfig, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+def _session(
+    config: ServerConfig, connector: aiohttp.TCPConnector, headers: Mapping[str, str] = _NO_HEADERS
+) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
     )
@@ -168,7 +175,7 @@ def _session(config: ServerConfig, connector: aiohttp.TCPConnector) -> aiohttp.C
     tracing.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
         connector=connector,
-        headers={"Accept-Encoding": "identity"},  # as nothing is decoded
+        headers={"Accept-Encoding": "identity", **headers},  # as nothing is decoded
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=timeout,
         auto_decompress=False,  # what a worker sends goes to the client as it is

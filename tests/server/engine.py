@@ -22,6 +22,7 @@ class Engine:
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
+        self.api_key = None
         self.last_path, self.is_healthy = "", asyncio.Event()
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
@@ -31,6 +32,7 @@ class Engine:
         return web.Response()
 
     async def list_models(self, request):
+        self._require_key(request)
         common = {"object": "model", "owned_by": self.owned_by}
         cards = [{"id": name, "root": "", **common} for name in self.models]
         base = self.models[0] if self.models else None
@@ -44,6 +46,7 @@ class Engine:
         return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
     async def generate(self, request):
+        self._require_key(request)
         self.num_requests += 1
         self.last_body, self.last_headers = await request.read(), request.headers
         self.last_path = request.path_qs
@@ -61,6 +64,10 @@ class Engine:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         answer = {"choices": [{"text": "hi"}]} | self._usage()
         return web.json_response(answer, headers={"x-engine": "1"})
+
+    def _require_key(self, request):
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            raise web.HTTPUnauthorized
 
     def _usage(self):
         return {"usage": self.usage} if self.usage else {}

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from kvplug.errors import ConfigError
@@ -55,11 +57,21 @@ def test_a_block_size_that_is_none_is_refused(size):
         ({"max_body_bytes": 0}, "max_body_bytes must be above 0"),
         ({"grace_s": 0}, "grace_s must be above 0"),
         ({"health_interval_s": -1}, "health_interval_s must be above 0"),
+        ({"worker_api_key_file": Path("/nowhere")}, "worker_api_key_file: cannot be read: "),
     ],
 )
 def test_a_wrong_setting_is_named(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         ServerConfig(**{"workers": (WorkerSpec(url="http://a"),), **settings})
+
+
+@pytest.mark.parametrize("content", ["", " \n", "kéy", "two\nlines"])
+def test_a_file_without_a_key_is_refused_and_not_shown(content, tmp_path):
+    path = tmp_path / "key"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="expected a line of printable ASCII") as raised:
+        ServerConfig(workers=(WorkerSpec(url="http://a"),), worker_api_key_file=path)
+    assert "kéy" not in str(raised.value)
 
 
 def test_the_command_line_becomes_the_configuration():

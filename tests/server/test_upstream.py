@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from aiohttp.client_reqrep import ConnectionKey
 
+from kvplug.server.diagnosis.finding import Code
 from kvplug.server.replies import ApiError
 from kvplug.server.upstream import LostError, translated
 from tests.server.engine import Engine, served
@@ -119,3 +120,25 @@ def test_a_shortage_of_the_router_is_not_the_workers_fault(is_local):
         assert (raised.value.status, raised.value.code) == (503, "router_overloaded")
     else:
         assert not raised.value.was_reached
+
+
+async def test_the_key_of_the_workers_is_for_what_the_router_asks_on_its_own(tmp_path):
+    engine, key_file = Engine(), tmp_path / "key"
+    engine.api_key = "secret"
+    key_file.write_text("secret\n")
+    async with routing(engine, worker_api_key_file=key_file) as (service, client):
+        [worker] = service.fleet.workers.values()
+        assert worker.is_up
+        for headers, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
+            how = {"json": COMPLETION, "headers": headers}
+            async with client.post("/v1/completions", **how) as response:
+                assert response.status == status
+
+
+async def test_a_worker_that_demands_a_key_is_down_and_says_how_to_give_one():
+    engine = Engine()
+    engine.api_key = "secret"
+    async with routing(engine) as (service, _):
+        [finding] = service.diagnosis.look()
+        assert finding.code is Code.WORKER_DOWN
+        assert finding.cure.endswith("--worker-api-key-file")

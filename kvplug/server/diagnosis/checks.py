@@ -45,6 +45,8 @@ def _checks_of(view: WorkerView) -> tuple[Callable[[WorkerView], Found], ...]:
 
 def _worker_down(view: WorkerView) -> Finding:
     cure = "start the engine, or take the worker out of the router's --worker list"
+    if str(view.down_because).startswith("401"):
+        cure = "put the engine's key into a file and name it with --worker-api-key-file"
     return Finding(view.url, Code.WORKER_DOWN, "an answer", str(view.down_because), cure)
 
 
