@@ -1,6 +1,6 @@
 """Event bytes to `EventBatch` and back: the one decode door.
 
-In:  one payload of an event stream, or the frames around it.   Out: EventBatch, Frame.
+In:  one payload of an event stream.   Out: EventBatch.
 
 Understood are vLLM 0.11 to 0.33 (events are arrays up to 0.23, maps since 0.24), SGLang 0.5,
 LMCache, Dynamo, and kvplug's own additions (CXL, MoE); tests/vectors holds what each one sends, and
@@ -25,34 +25,9 @@ from kvplug.errors import DecodeError
 from kvplug.events import EventBatch
 from kvplug.wire import POOLED_MEDIA, SHAPES, TIERS, Index, Reason, SkipError, Wire, to_wire
 
-__all__ = ["MAX_BYTES", "Frame", "Reason", "decode", "encode", "parse_frames"]
+__all__ = ["MAX_BYTES", "Reason", "decode", "encode"]
 
 MAX_BYTES: Final = 64 * 2**20
-
-
-class Frame(Struct, frozen=True):
-    """The parts of one message on an event socket."""
-
-    topic: str
-    seq: int | None
-    payload: bytes
-
-
-def parse_frames(frames: list[bytes]) -> Frame:
-    """Name the parts of [topic, seq, payload] or [topic, payload]; DecodeError on others."""
-    try:
-        match frames:
-            case [topic, payload]:
-                return Frame(topic.decode(), None, payload)
-            case [topic, seq, payload] if len(seq) == 8:
-                return Frame(topic.decode(), int.from_bytes(seq, "big"), payload)
-    except UnicodeDecodeError as error:
-        raise DecodeError(f"cannot read a message: expected a UTF-8 topic; {error}") from error
-    sizes = ", ".join(str(len(frame)) for frame in frames[:4])
-    raise DecodeError(
-        "cannot read a message: expected [topic, 8-byte sequence number, payload] or "
-        f"[topic, payload]; got {len(frames)} parts (bytes: {sizes})"
-    )
 
 
 def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplug import events
-from kvplug.codec import Frame, Reason, decode, encode, parse_frames
+from kvplug.codec import Reason, decode, encode
 from kvplug.errors import DecodeError
 from kvplug.events import (
     AllBlocksCleared,
@@ -653,21 +653,3 @@ def test_damaged_batches(batch, data):
         at = data.draw(st.integers(0, len(payload)))
         payload[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
     decodes_or_refuses(bytes(payload))
-
-
-# --- frames ---------------------------------------------------------------------------------------
-
-
-def test_frames():
-    seq = (258).to_bytes(8, "big")
-    assert parse_frames([b"kv@a", seq, b"p"]) == Frame("kv@a", 258, b"p")
-    assert parse_frames([b"", b"\xff" * 8, b""]) == Frame("", 2**64 - 1, b"")
-    assert parse_frames([b"kv", b"p"]) == Frame("kv", None, b"p")
-
-
-@pytest.mark.parametrize(
-    "frames", [[], [b"p"], [b"t", b"\x01", b"p"], [b"", b"t", bytes(8), b"p"], [b"\xff", b"p"]]
-)
-def test_other_frames_are_refused(frames):
-    with pytest.raises(DecodeError, match="cannot read a message: expected"):
-        parse_frames(frames)

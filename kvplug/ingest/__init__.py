@@ -1,15 +1,11 @@
-"""Third floor: following workers. Feeds a Router; needs no HTTP.
+"""Following engines: from event messages to the blocks of a Router. Needs no HTTP.
 
-applier           payloads to the index of a Router
-repair            messages, live and replayed, to payloads in order: gaps, restarts, late joins
-applied_messages  the last number, what is known of the engine's blocks, and what that lacks
-replay_*          what an engine is asked to send again, and when
-held              live messages that wait for a replay
-recent            which messages were applied last
-trust             how much of what an engine holds is known, and why not more
-skips             what could not be used
-follower          one publisher's messages to one worker's blocks: all of the above
-listener          the thread that owns the sockets: one per engine
-dispatch          one socket's messages to the followers whose topics they carry
-collector         the thread that owns a socket which many engines connect to
+event_thread  receives the events of all engines, over any transport
+dispatch      messages of many publishers on one endpoint to their followers
+follower      one publisher's messages to one worker's blocks: all of the following
+sequencer     messages, live and replayed, to payloads in order: gaps, restarts, late joins
+replay        what an engine is asked to send again, and when
+message_log   messages that wait, and those that were applied last
+applier       payloads to the index of a Router
+trust         how much of what an engine holds is known, and why not more
 """

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from msgspec import structs
 
@@ -16,7 +18,6 @@ from kvplug import codec
 from kvplug.errors import DecodeError
 from kvplug.events import BlockCopied, BlockRemoved, BlockStored, Event, EventBatch, Rank
 from kvplug.index.applied import Applied, Refusal
-from kvplug.ingest.skips import Skips
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 
@@ -28,7 +29,12 @@ _MAX_RUN_LENGTH = 32
 logger = logging.getLogger(__name__)
 
 # Of these the index takes nothing, so that it lacks what the events said.
-_UNUSABLE = {Refusal.NO_TOKENS.value, Refusal.BIGRAM_TOKENS.value}
+_UNUSABLE = {
+    Refusal.NO_TOKENS.value,
+    Refusal.BIGRAM_TOKENS.value,
+    Refusal.BLOCK_SIZE.value,
+    Refusal.UNKNOWN_RANK.value,
+}
 
 
 @dataclass(slots=True)
@@ -43,16 +49,27 @@ class Effect:
     defects: Counter[str] = field(default_factory=Counter)
 
 
+class Sink(Protocol):
+    """Where payloads go: an Applier, but for tests."""
+
+    def apply(self, payloads: list[bytes]) -> Effect:
+        """Apply them in order."""
+
+    def clear(self) -> None:
+        """Forget all that the publisher said."""
+
+
 class Applier:
-    """apply, clear; counts in num_stored, num_removed and `skips`.
+    """apply, clear; counts in num_stored and num_removed, and tells `skip` (reason, how many, more
+    about it) what it cannot use.
 
     Runs of plain events go as arrays from bytes to the index (kvplug/records.py), everything else
     message by message through the codec.
     """
 
-    def __init__(self, router: Router, rank: Rank, skips: Skips) -> None:
+    def __init__(self, router: Router, rank: Rank, skip: Callable[[str, int, str], None]) -> None:
         self.num_stored = self.num_removed = 0
-        self._router, self._rank, self._skips = router, rank, skips
+        self._router, self._rank, self._skip = router, rank, skip
         self.ranks = {rank}
         self._full_groups: set[int] = set()
         self._pooled_media: set[str] = set()
@@ -98,7 +115,7 @@ class Applier:
         try:
             batch = codec.decode(payload)
         except DecodeError as error:
-            self._skips.add("undecodable", 1, str(error))
+            self._skip("undecodable", 1, str(error))
             effect.defects["undecodable"] += 1
             return
         self._apply_batch(batch, effect)
@@ -109,10 +126,10 @@ class Applier:
         self._count(rank, applied, effect)
         for reason, count in batch.skipped.items():
             self._is_hybrid |= reason.startswith("not_full_attention")
-            self._skips.add(reason, count)
+            self._skip(reason, count, "")
             effect.defects[reason] += count
         for medium in batch.unknown_media:
-            self._skips.add("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
+            self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
         for medium in set(batch.pooled_media) - self._pooled_media:
             self._pooled_media.add(medium)
             logger.info("%s: blocks in %s count as in host memory", self._rank, medium)
@@ -128,7 +145,7 @@ class Applier:
         self.num_stored += applied.num_stored
         self.num_removed += applied.num_removed
         for reason, count in applied.refused.items():
-            self._skips.add(reason, count)
+            self._skip(reason, count, "")
         if applied.was_cleared:
             effect.cleared = True
             effect.defects.clear()
@@ -148,7 +165,7 @@ class Applier:
         self._is_hybrid |= bool(self._full_groups - {0})
         kept = tuple(event for event in batch.events if self._concerns_prefixes(event))
         if len(kept) < len(batch.events):
-            self._skips.add("removed_in_other_group", len(batch.events) - len(kept))
+            self._skip("removed_in_other_group", len(batch.events) - len(kept), "")
         return structs.replace(batch, events=kept)
 
     def _concerns_prefixes(self, event: Event) -> bool:

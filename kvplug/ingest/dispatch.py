@@ -1,21 +1,24 @@
-"""One socket's messages to the followers of the workers whose topic they carry.
+"""Messages of one source to the followers of the workers whose topic they carry.
 
-In:  multipart messages of many publishers.   Out: each follower is told what its own worker said.
+In:  messages of many publishers.   Out: each follower gets what its own worker published.
 
 Publishers that connect to a socket of ours are told apart by topic alone (kvplug/topics.py). When
-a peer leaves, nobody says which one, so every worker may have begun a new life. One that goes on
-with the next number is taken for the old one; the first break in its numbers starts it over, and
-is not taken for a mere gap.
+a peer leaves, the transport does not say which one, so every worker may have restarted. One that
+goes on with the next number is taken for the same incarnation; the first break in its numbers
+starts it over, and is not taken for a mere gap.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 from kvplug.errors import ConfigError
 from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
+from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,12 @@ logger = logging.getLogger(__name__)
 _MAX_UNKNOWN_TOPICS = 100
 _MAX_LOGGED_CHARACTERS = 80
 _MAX_CACHED_TOPICS = 10_000
-_NUM_SEQUENCE_BYTES = 8
 
 
 class TopicDispatcher:
-    """add and remove followers; receive messages; on_peer_lost. Use it from one thread only.
+    """add and remove followers; the event thread feeds it as it feeds a Follower.
+
+    Use it from one thread only.
 
     Read: num_peers, num_lost (peers that left so far), and `unknown`, the messages that nobody
     takes, by topic ("..." for all beyond the first hundred).
@@ -37,7 +41,7 @@ class TopicDispatcher:
         self.num_peers = self.num_lost = 0
         self.unknown: Counter[str] = Counter()
         self._followers: dict[Topic, Follower] = {}
-        self._by_frame: dict[bytes, Follower] = {}
+        self._by_topic: dict[bytes, Follower] = {}
         self._suspects: set[Follower] = set()
 
     @property
@@ -58,26 +62,34 @@ class TopicDispatcher:
     def remove(self, follower: Follower) -> None:
         """Its messages are unknown from now on."""
         self._followers = {t: f for t, f in self._followers.items() if f is not follower}
-        self._by_frame = {t: f for t, f in self._by_frame.items() if f is not follower}
+        self._by_topic = {t: f for t, f in self._by_topic.items() if f is not follower}
         self._suspects.discard(follower)
 
-    def receive(self, frames: list[bytes]) -> None:
-        """Hand one message to the follower that it is for. Never raises."""
-        frame = frames[0] if frames else b""
-        follower = self._by_frame.get(frame) or self._find(frame)
-        if follower is None:
-            return
+    def receive(self, messages: list[Message]) -> None:
+        """Hand each message to the follower that it is for. Never raises."""
+        for message in messages:
+            follower = self._by_topic.get(message.topic) or self._find(message.topic)
+            if follower is not None:
+                self._guard(follower, partial(self._deliver, follower, message))
+
+    def tick(self) -> None:
+        """Time has passed. Never raises."""
+        for follower in self._followers.values():
+            self._guard(follower, follower.tick)
+
+    def _guard(self, follower: Follower, call: Callable[[], None]) -> None:
+        """A mistake of ours with one worker must not deafen the others."""
         try:
-            self._deliver(follower, frames)
-        except Exception:  # a mistake of ours with one worker must not deafen the others
+            call()
+        except Exception:
             logger.exception("%s: following its events failed, starting over", follower.rank)
             follower.on_disconnected()
 
-    def on_peer_came(self) -> None:
+    def on_connected(self) -> None:
         """Somebody connected; whether it is a publisher, and of what, is seen when it speaks."""
         self.num_peers += 1
 
-    def on_peer_lost(self) -> None:
+    def on_disconnected(self) -> None:
         """Some peer is gone; with the last one, all publishers are."""
         self.num_peers, self.num_lost = max(0, self.num_peers - 1), self.num_lost + 1
         if self.num_peers:
@@ -87,21 +99,26 @@ class TopicDispatcher:
         for follower in self._followers.values():
             follower.on_disconnected()
 
-    def _deliver(self, follower: Follower, frames: list[bytes]) -> None:
-        if follower in self._suspects and _breaks(follower.repair.last, frames):
+    def on_all_disconnected(self) -> None:
+        """The endpoint itself failed, and with it every connection."""
+        self.num_lost, self.num_peers = self.num_lost + self.num_peers, 1
+        self.on_disconnected()
+
+    def _deliver(self, follower: Follower, message: Message) -> None:
+        if follower in self._suspects and _breaks(follower.sequencer.last, message):
             self._suspects.discard(follower)
             follower.on_disconnected()
         if not follower.connected:
             follower.on_connected()
-        follower.receive(frames)
+        follower.receive([message])
 
-    def _find(self, frame: bytes) -> Follower | None:
-        text = frame.decode(errors="backslashreplace")
+    def _find(self, name: bytes) -> Follower | None:
+        text = name.decode(errors="backslashreplace")
         topic = Topic.parse(text)
         for registered, follower in self._followers.items():
             if topic is not None and registered.matches(topic):
-                if len(self._by_frame) < _MAX_CACHED_TOPICS:
-                    self._by_frame[frame] = follower
+                if len(self._by_topic) < _MAX_CACHED_TOPICS:
+                    self._by_topic[name] = follower
                 return follower
         self._count_unknown(text)
         return None
@@ -124,8 +141,8 @@ def _overlap(one: Topic, other: Topic) -> bool:
     return one.matches(other) or other.matches(one)
 
 
-def _breaks(last: int | None, frames: list[bytes]) -> bool:
+def _breaks(last: int | None, message: Message) -> bool:
     """Whether a numbered message neither follows the last one nor repeats it."""
-    if last is None or len(frames) != 3 or len(frames[1]) != _NUM_SEQUENCE_BYTES:
+    if last is None or message.sequence is None:
         return False
-    return int.from_bytes(frames[1], "big") not in (last, last + 1)
+    return message.sequence not in (last, last + 1)

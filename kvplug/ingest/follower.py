@@ -1,6 +1,6 @@
 """One publisher's messages to one worker's blocks in a Router.
 
-In:  multipart messages of a stock event stream, and of its replays.
+In:  messages of a stock event stream, and of its replays.
 Out: an index kept up to date, counters, and how much of it can be trusted.
 
 Nothing that arrives raises: what cannot be used is counted by reason and named once in the log.
@@ -13,31 +13,52 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from kvplug import codec
-from kvplug.errors import DecodeError
 from kvplug.events import Rank
-from kvplug.ingest.applied_messages import Message
+from kvplug.index.applied import Refusal
+from kvplug.ingest import trust
 from kvplug.ingest.applier import Applier
-from kvplug.ingest.repair import Repair
-from kvplug.ingest.repair_settings import RepairSettings
-from kvplug.ingest.replay_order import ReplayOrder
-from kvplug.ingest.skips import Skips
+from kvplug.ingest.replay import ReplayRequest, ReplaySettings
+from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
 from kvplug.router.core import Router
+from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
-_NUM_SEQUENCE_BYTES = 8
+_CURE = {
+    Refusal.BLOCK_SIZE.value: "start the router with the engine's --block-size",
+    Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
+    "blocks become known again as it stores new prefixes, or at once when it restarts",
+    Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
+    Refusal.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs of tokens; "
+    "route such engines by load",
+    "undecodable": "check that the endpoint is an event publisher and no other service",
+}
+
+
+class SkipCounter:
+    """What of a stream could not be used. add; read `by_reason`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self._rank = rank
+
+    def add(self, reason: str, count: int = 1, detail: str = "") -> None:
+        """Count, and log the first of each reason with its cure."""
+        if not self.by_reason[reason]:
+            cure = _CURE.get(reason, "")
+            logger.warning("%s: events skipped: %s %s %s", self._rank, reason, detail, cure)
+        self.by_reason[reason] += count
 
 
 class Follower:
-    """Feed it with `receive`; tell it about `connected` and `disconnected`, and the time by `tick`.
+    """The event thread feeds it with `receive`, and says when the stream is connected or lost.
 
-    Whoever owns the sockets asks the engine for what `replay_order` says and hands the answer to
+    Whoever owns the sockets asks the engine for what `replay_request` says, and hands the answer to
     `replayed` and `replay_ended`.
 
-    Read: connected, trust, repair (`last` number and counters), and the counters `num_messages`,
-    `num_stored`, `num_removed`, `skipped` by reason.
+    Read: connected, trust, sequencer (`last` number and counters), and the counters
+    `num_messages`, `num_stored`, `num_removed`, `skipped` by reason.
     """
 
     def __init__(
@@ -47,7 +68,7 @@ class Follower:
         *,
         stale_worth: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        settings: RepairSettings | None = None,
+        settings: ReplaySettings | None = None,
     ) -> None:
         """`stale_worth`: what residency is worth while the rank is STALE, by default the router's
         `stale_worth`. ConfigError if the router uses no events.
@@ -57,25 +78,25 @@ class Follower:
         self.connected = False
         self.num_messages = 0
         self._router, self._stale_worth = router, stale_worth
-        self._skips = Skips(rank)
-        self._applier = Applier(router, rank, self._skips)
-        self.repair = Repair(str(rank), self._applier, clock=clock, settings=settings)
-        self.trust = self.repair.state
+        self._skips = SkipCounter(rank)
+        self._applier = Applier(router, rank, self._skips.add)
+        self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
+        self.trust = self.sequencer.state
         self._tell_router()
 
     @property
     def can_replay(self) -> bool:
         """Whether the engine can be asked for messages again; whoever owns the sockets says so."""
-        return self.repair.can_replay
+        return self.sequencer.can_replay
 
     @can_replay.setter
     def can_replay(self, can_replay: bool) -> None:
-        self.repair.can_replay = can_replay
+        self.sequencer.can_replay = can_replay
 
     @property
-    def replay_order(self) -> ReplayOrder | None:
+    def replay_request(self) -> ReplayRequest | None:
         """What the engine is to be asked for; another object is another request."""
-        return self.repair.order
+        return self.sequencer.request
 
     @property
     def num_stored(self) -> int:
@@ -96,7 +117,7 @@ class Follower:
         """The publisher is there (again)."""
         self.connected = True
         logger.info("%s: event stream connected", self.rank)
-        self.repair.connected()
+        self.sequencer.connected()
         self._note_trust()
 
     def on_disconnected(self) -> None:
@@ -104,65 +125,55 @@ class Follower:
         if self.connected:
             logger.warning("%s: event stream lost", self.rank)
         self.connected = False
-        self.repair.disconnected()
+        self.sequencer.disconnected()
         self._note_trust()
 
-    def receive(self, frames: list[bytes]) -> None:
-        """Apply one message."""
-        self.receive_many([frames])
-
-    def receive_many(self, messages: list[list[bytes]]) -> None:
+    def receive(self, messages: list[Message]) -> None:
         """Apply messages in the order of their arrival."""
         was_blind = self.trust.level is Trust.BLIND
         if was_blind:  # blocks count once they are applied: nobody expects them from then on
             self._set_worth(1.0)
         self.num_messages += len(messages)
-        numbered: list[Message] = []
-        for frames in messages:
-            if len(frames) == 3 and len(frames[1]) == _NUM_SEQUENCE_BYTES:
-                numbered.append((int.from_bytes(frames[1], "big"), frames[2]))
-            else:
-                self._parse(frames, numbered)
-        num_duplicates = self.repair.num_duplicates
-        self.repair.receive(numbered)
-        if self.repair.num_duplicates > num_duplicates:
-            self._skips.add("duplicate", self.repair.num_duplicates - num_duplicates)
+        num_duplicates = self.sequencer.num_duplicates
+        self.sequencer.receive(self._well_formed(messages))
+        if self.sequencer.num_duplicates > num_duplicates:
+            self._skips.add("duplicate", self.sequencer.num_duplicates - num_duplicates)
         self._note_trust()
         if was_blind:
             self._tell_router()
 
-    def replayed(self, messages: list[tuple[int, bytes]]) -> None:
-        """Take a part of the answer to `replay_order`."""
-        self.repair.replayed(messages)
+    def replayed(self, messages: list[Message]) -> None:
+        """Take a part of the answer to `replay_request`."""
+        self.sequencer.replayed(messages)
         self._note_trust()
 
     def replay_ended(self) -> None:
         """The answer is complete."""
-        self.repair.replay_ended()
+        self.sequencer.replay_ended()
         self._note_trust()
 
     def replay_failed(self, reason: str) -> None:
         """There will be no answer."""
-        self.repair.replay_failed(reason)
+        self.sequencer.replay_failed(reason)
         self._note_trust()
 
     def tick(self) -> None:
         """Time has passed; call it every second or so."""
-        self.repair.tick()
+        self.sequencer.tick()
         self._note_trust()
         if self.trust.level is Trust.STALE and self._stale_worth is not None:
             self._tell_router()
 
-    def _parse(self, frames: list[bytes], numbered: list[Message]) -> None:
-        try:
-            frame = codec.parse_frames(frames)
-        except DecodeError as error:
-            self._skips.add("undecodable", 1, str(error))
-        else:
-            numbered.append((frame.seq, frame.payload))
+    def _well_formed(self, messages: list[Message]) -> list[Message]:
+        malformed = [each for each in messages if each.malformed is not None]
+        for each in malformed:
+            self._skips.add("undecodable", 1, each.malformed or "")
+        if not malformed:
+            return messages
+        return [each for each in messages if each.malformed is None]
 
     def _note_trust(self) -> None:
-        state = self.repair.state
+        state = self.sequencer.state
         if state is self.trust or state == self.trust:
             return
         was, self.trust = self.trust, state
@@ -172,6 +183,8 @@ class Follower:
 
     def _tell_router(self) -> None:
         worth = {Trust.EXACT: 1.0, Trust.BLIND: 0.0}.get(self.trust.level)
+        if self.trust is trust.UNCONFIRMED:
+            worth = 1.0  # it is all that a replay had, and most replays are the engine's own
         if worth is None:
             default = self._router.config.stale_worth
             worth = self._stale_worth() if self._stale_worth is not None else default

@@ -72,10 +72,21 @@ UNNUMBERED = TrustState(
     "its messages have no numbers, so lost ones go unnoticed",
     "use a publisher of vLLM 0.11 or SGLang 0.5 or newer",
 )
-MUTE = TrustState(
+REPLAY_SILENT = TrustState(
     Trust.STALE,
     "events are missing and the replay endpoint does not answer",
     "check replay=; the engine is asked again after a pause",
+)
+REPLAY_CONTRADICTS = TrustState(
+    Trust.STALE,
+    "the replay endpoint does not have the messages that the engine publishes",
+    "check that replay= is this engine's endpoint and that buffer_steps in --kv-events-config is "
+    "above 0; until then what is lost stays lost",
+)
+UNCONFIRMED = TrustState(
+    Trust.STALE,
+    "its blocks are known from a replay, and no live event has shown yet that it is this engine's",
+    "none needed, the next event shows it",
 )
 
 

@@ -114,10 +114,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.workers:
             raise ConfigError(f"no workers: name at least one with --worker {_FORM}")
-        urls = [worker.url for worker in self.workers]
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if twice:
-            raise ConfigError(f"worker {twice[0]!r} is named twice")
+        for name in ("url", "events", "replay"):
+            self._require_distinct(name)
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
@@ -147,6 +145,23 @@ class ServerConfig:
                 f"{str(self.worker_api_key_file)!r}, got none or others"
             )
         return key
+
+    def _require_distinct(self, name: str) -> None:
+        """Two engines never share an address; a copied one would mix their blocks."""
+        seen: dict[str, WorkerSpec] = {}
+        for worker in self.workers:
+            address = getattr(worker, name)
+            # Publishers that share an endpoint are told apart by their topics.
+            if address is None or (name == "events" and worker.topic):
+                continue
+            if address in seen and name == "url":
+                raise ConfigError(f"worker {address!r} is named twice")
+            if address in seen:
+                raise ConfigError(
+                    f"workers {seen[address].url!r} and {worker.url!r} have the same "
+                    f"{name}={address}; expected an endpoint of its own for each"
+                )
+            seen[address] = worker
 
     def _require_topics(self) -> None:
         if self.events_bind is None:

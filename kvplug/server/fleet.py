@@ -17,9 +17,8 @@ import aiohttp
 
 from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
-from kvplug.ingest.collector import EventCollector
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.listener import EventListener
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import Served, model_of, served_by
 from kvplug.server.upstream import is_local_shortage
@@ -65,9 +64,8 @@ class Fleet:
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
-        self._listener = EventListener()
-        binds = config.events_bind is not None and self.uses_events
-        self._collector = EventCollector(str(config.events_bind)) if binds else None
+        self._events = EventThread()
+        self._events_endpoint: str | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -89,10 +87,7 @@ class Fleet:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        if self.uses_events:
-            await asyncio.to_thread(self._listener.stop)
-        if self._collector is not None:
-            await asyncio.to_thread(self._collector.stop)
+        await asyncio.to_thread(self._events.stop)
 
     @property
     def uses_events(self) -> bool:
@@ -100,9 +95,14 @@ class Fleet:
         return self._config.router.use_kv_events
 
     @property
+    def hears_events(self) -> bool:
+        """Whether what the engines publish is received; true where events are not used."""
+        return not self.uses_events or self._events.is_alive
+
+    @property
     def events_endpoint(self) -> str | None:
         """What engines connect to with their events, with the port that was taken."""
-        return self._collector.endpoint if self._collector is not None else None
+        return self._events_endpoint
 
     def models(self) -> dict[str, Served]:
         """What the workers that are up serve, by the name that is asked for."""
@@ -137,9 +137,9 @@ class Fleet:
         worker.down_because = reason
 
     def _follow_all(self) -> None:
-        self._listener.start()
-        if self._collector is not None:
-            self._collector.start()
+        self._events.start()
+        if self._config.events_bind is not None:
+            self._events_endpoint = self._events.bind(self._config.events_bind)
         for worker in self.workers.values():
             self._follow(worker)
 
@@ -148,10 +148,10 @@ class Fleet:
         if worker.spec.events is not None:
             worker.follower = self._follower_of(worker)
             spec = worker.spec
-            self._listener.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
-        elif self._collector is not None and topic is not None:
+            self._events.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
+        elif self._events_endpoint is not None and topic is not None:
             worker.follower = self._follower_of(worker)
-            self._collector.follow(worker.follower, topic)
+            self._events.follow_topic(worker.follower, topic)
         else:
             self._router.set_worth(Rank(worker.url), 0.0)
             logger.warning(

@@ -28,13 +28,18 @@ class Health:
         self._fleet, self._router, self._diagnosis = fleet, router, diagnosis
 
     def body(self) -> dict[str, Any]:
-        """`status` is "ok" while at least one worker is up, whatever the findings are."""
+        """`status` is "ok" while a worker is up and events are received, whatever the findings."""
         workers, ledgers = list(self._fleet.workers.values()), self._router.ledgers()
         return {
-            "status": "ok" if any(worker.is_up for worker in workers) else "no_worker",
+            "status": self._status(workers),
             "workers": [self._worker(each, ledgers.get(Rank(each.url))) for each in workers],
             "findings": msgspec.to_builtins(self._diagnosis.look()),
         }
+
+    def _status(self, workers: list[Worker]) -> str:
+        if not self._fleet.hears_events:
+            return "event_thread_ended"
+        return "ok" if any(worker.is_up for worker in workers) else "no_worker"
 
     def _worker(self, worker: Worker, ledger: RankLedger | None) -> dict[str, Any]:
         return {
@@ -98,10 +103,10 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
         "endpoint": endpoint,
         "connected": follower.connected,
         **_trust(follower.trust),
-        "last_sequence": follower.repair.last,
+        "last_sequence": follower.sequencer.last,
         "messages": follower.num_messages,
-        "messages_missed": follower.repair.num_missed,
-        "restarts": follower.repair.num_restarts,
+        "messages_missed": follower.sequencer.num_missed,
+        "restarts": follower.sequencer.num_restarts,
         "replays": _replays(follower) if follower.can_replay else None,
         "blocks_stored": follower.num_stored,
         "blocks_removed": follower.num_removed,
@@ -110,10 +115,10 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
 
 
 def _replays(follower: Follower) -> dict[str, Any]:
-    repair = follower.repair
+    sequencer = follower.sequencer
     return {
-        "asked": repair.num_replays,
-        "failed": repair.num_failures,
-        "messages_recovered": repair.num_recovered,
-        "last_repair_s": repair.last_repair_s,
+        "asked": sequencer.num_replays,
+        "failed": sequencer.num_failures,
+        "messages_recovered": sequencer.num_recovered,
+        "last_repair_s": sequencer.last_repair_s,
     }

@@ -34,11 +34,11 @@ _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
 }
 _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
     "kvplug_event_messages": ("event messages received", lambda f: f.num_messages),
-    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.repair.num_missed),
-    "kvplug_event_restarts": ("engine restarts seen", lambda f: f.repair.num_restarts),
-    "kvplug_event_replays": ("replays asked for", lambda f: f.repair.num_replays),
-    "kvplug_event_replays_failed": ("replays without a use", lambda f: f.repair.num_failures),
-    "kvplug_event_messages_recovered": ("replayed", lambda f: f.repair.num_recovered),
+    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.sequencer.num_missed),
+    "kvplug_event_restarts": ("engine restarts seen", lambda f: f.sequencer.num_restarts),
+    "kvplug_event_replays": ("replays asked for", lambda f: f.sequencer.num_replays),
+    "kvplug_event_replays_failed": ("replays without a use", lambda f: f.sequencer.num_failures),
+    "kvplug_event_messages_recovered": ("replayed", lambda f: f.sequencer.num_recovered),
     "kvplug_blocks_stored": ("blocks that the engine stored", lambda f: f.num_stored),
     "kvplug_blocks_removed": ("blocks that the engine removed", lambda f: f.num_removed),
 }
@@ -176,7 +176,8 @@ class _Readings(Collector):
         for url, follower in followers:
             connected.add_metric([url], follower.connected)
             _add_levels(trust, url, follower.trust.level)
-            for reason, count in follower.skipped.items():
+            # A copy, made at once: the event thread adds reasons.
+            for reason, count in dict(follower.skipped).items():
                 skipped.add_metric([url, reason], count)
         if not self._fleet.uses_events:
             for url in self._fleet.workers:

@@ -77,9 +77,10 @@ class EventPublisher:
     def publish(self, batch: EventBatch) -> None:
         """Send a batch to all subscribers, and keep it for replay."""
         number, payload = next(self._numbers).to_bytes(8, "big"), codec.encode(batch)
-        self._pub.send_multipart((self._topic, number, payload))
+        # First, so that a follower that saw this batch live finds it in a replay as well.
         with self._buffer_lock:
             self._buffer.append((number, payload))
+        self._pub.send_multipart((self._topic, number, payload))
 
     def _start_replay(self) -> _ReplayThread:
         assert self.replay_endpoint is not None

@@ -1,4 +1,33 @@
-"""Second floor: moving bytes. Knows no router and no index.
+"""Moving event bytes. Knows no router and no index.
 
-zmq     a subscription to one engine's stock event publisher
+base    the contract
+zmq     stock event publishers of vLLM and SGLang
+memory  publishers in the same process
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvplug.errors import TransportError
+from kvplug.transports.base import Transport
+from kvplug.transports.zmq import ZmqTransport
+
+TRANSPORTS: Final[dict[str, Callable[[], Transport]]] = {
+    "tcp": ZmqTransport,
+    "ipc": ZmqTransport,
+}
+"""By the scheme of their endpoints, the transports that need no object of the caller's."""
+
+
+def scheme_of(endpoint: str, known: list[str]) -> str:
+    """The part before "://"; TransportError if it is not one of the `known` schemes."""
+    scheme, separator, _ = endpoint.partition("://")
+    if separator and scheme in known:
+        return scheme
+    schemes = ", ".join(f"{each}://" for each in sorted(known))
+    raise TransportError(
+        f"cannot subscribe to events at {endpoint!r}: expected an endpoint like "
+        f"tcp://127.0.0.1:5557, with one of the schemes {schemes}"
+    )

@@ -1,146 +1,279 @@
-"""A subscription to stock event publishers (vLLM, SGLang) over ZMQ PUB/SUB.
+"""Stock event publishers (vLLM, SGLang) over ZMQ: their PUB/SUB stream and their replay socket.
 
-In:  an endpoint and a topic prefix.   Out: multipart messages, the topic first, and when the
-connection came and went.
+In:  endpoints and a topic prefix.   Out: the contract of kvplug/transports/base.py.
 
-Either it connects to one publisher, or it binds and many publishers connect to it. Bound, it is
-told that a peer came or went, but not which one; whatever opens a connection (a probe of the port)
-is a peer, because ZMQ tells every end of a connection, but not of which ones it was more.
+A source either connects to one publisher, or binds and many publishers connect to it. Bound, it
+learns that a peer came or went, but not which one; whatever opens a connection (a probe of the
+port) is a peer.
 
 ZMQ reconnects by itself and says nothing, so a message after a reconnection looks like any other.
-A monitor socket tells the two lives apart; `renew` then leaves whatever the old life had queued.
+A monitor socket reports the loss; the event thread then opens another source, without what the
+publisher's former incarnation had queued.
+
+    stream    [topic, 8-byte big-endian sequence number, payload]; older publishers send no number
+    replay    we send ["", 8-byte number], DEALER to ROUTER
+              vLLM answers ["", topic, 8-byte number, payload] *, then ["", "", -1 in 8 bytes, ""]
+              older publishers leave the topic out
+
+SGLang's are the same. Seen on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from enum import Enum
+from typing import Final
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvplug.errors import TransportError
+from kvplug.transports.base import Connection, Message
 
-_MAX_MESSAGE_BYTES = 64 * 2**20
-# As many as vLLM's and SGLang's publishers queue (their `hwm`).
-_MAX_QUEUED_MESSAGES = 100_000
-_NUM_SEQUENCE_BYTES = 8
-_AT_ONCE = int(zmq.NOBLOCK)  # converting the enum costs a third of a receive
-_RECONNECT_MS = 100
-_MAX_RECONNECT_MS = 1000
+_MAX_MESSAGE_BYTES: Final = 64 * 2**20
+# As many as vLLM's and SGLang's publishers queue (their `hwm`). An engine drops the part of a
+# replay that finds no room here; its buffer has 10,000 messages by default (`buffer_steps`).
+_MAX_QUEUED_MESSAGES: Final = 100_000
+# ZMQ allows 1,023 by default, and a source has up to four.
+_MAX_SOCKETS: Final = 65_535
+_NUM_SEQUENCE_BYTES: Final = 8
+_END_OF_REPLAY: Final = b"\xff" * _NUM_SEQUENCE_BYTES
+_AT_ONCE: Final = int(zmq.NOBLOCK)  # converting the enum costs a third of a receive
+_RECONNECT_MS: Final = 100
+_MAX_RECONNECT_MS: Final = 1000
 # A peer whose machine is gone says no goodbye; libzmq answers these from a thread of its own.
-_HEARTBEAT_S = 5.0
-_MISSED_HEARTBEATS = 3
+_HEARTBEAT_S: Final = 5.0
+_MISSED_HEARTBEATS: Final = 3
+
+_Context = zmq.Context[zmq.Socket[bytes]]
 
 
-class Connection(Enum):
-    """What happened to the connection."""
+def message_of(frames: list[bytes]) -> Message:
+    """Name the parts of [topic, number, payload] or [topic, payload]."""
+    match frames:
+        case [topic, sequence, payload] if len(sequence) == _NUM_SEQUENCE_BYTES:
+            return Message(topic, int.from_bytes(sequence, "big"), payload)
+        case [topic, payload]:
+            return Message(topic, None, payload)
+    sizes = ", ".join(str(len(frame)) for frame in frames[:4])
+    seen = f"{len(frames)} parts (bytes: {sizes})"
+    return Message(
+        frames[0] if frames else b"",
+        None,
+        b"",
+        "cannot read a message: expected [topic, 8-byte sequence number, payload] or "
+        f"[topic, payload]; got {seen}",
+    )
 
-    CAME = "connected"
-    WENT = "disconnected"
+
+class ZmqTransport:
+    """All sockets of one context."""
+
+    def __init__(self, *, heartbeat_s: float = _HEARTBEAT_S) -> None:
+        """A peer that does not answer three heartbeats is gone."""
+        self._heartbeat_s = heartbeat_s
+        self._context: _Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._sources: list[ZmqSource] = []
+
+    def check(self, endpoint: str) -> None:
+        """TransportError if ZMQ cannot connect to such an endpoint."""
+        # On a context of its own: sockets of ours belong to the event thread.
+        try:
+            with zmq.Context() as context, context.socket(zmq.SUB) as probe:
+                probe.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise _cannot("subscribe to events at", endpoint, error) from error
+
+    def connect(self, endpoint: str, topic: str, replay: str | None) -> ZmqSource:
+        """Subscribe to the publisher there."""
+        return self._open(endpoint, topic, replay, bind=False)
+
+    def bind(self, endpoint: str, topic: str) -> tuple[ZmqSource, str]:
+        """Let publishers connect; a port `*` is any free one."""
+        source = self._open(endpoint, topic, None, bind=True)
+        return source, source.endpoint
+
+    def close(self) -> None:
+        """Close all sockets at once."""
+        for source in self._sources:
+            source.close()
+        self._context.destroy(linger=0)
+
+    def _open(self, endpoint: str, topic: str, replay: str | None, *, bind: bool) -> ZmqSource:
+        heartbeat_s = self._heartbeat_s
+        source = ZmqSource(
+            self._context, endpoint, topic, replay, heartbeat_s=heartbeat_s, bind=bind
+        )
+        self._sources = [*(each for each in self._sources if not each.is_closed), source]
+        return source
 
 
-class ZmqSubscription:
-    """One SUB socket with its monitor. Use it from one thread only."""
+class ZmqSource:
+    """One SUB socket with its monitor."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: _Context,
         endpoint: str,
         topic: str,
+        replay: str | None,
         *,
+        heartbeat_s: float,
         bind: bool = False,
-        heartbeat_s: float = _HEARTBEAT_S,
     ) -> None:
-        """`endpoint` is the one that was bound, with its port, if `bind` is true.
-
-        A peer that does not answer three heartbeats is gone.
-        """
-        self.endpoint, self.bind, self._heartbeat_s = endpoint, bind, heartbeat_s
-        self._came = zmq.EVENT_ACCEPTED if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._context, self._topic = context, topic
+        """`endpoint` becomes the one that was bound, with its port, if `bind` is true."""
+        self.endpoint, self._replay = endpoint, replay
+        self._context = context
         self._last_topic: bytes | None = None
-        self._open()
+        self._opened = zmq.EVENT_ACCEPTED if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._monitor: zmq.Socket[bytes] | None = None
+        attempt = "bind" if bind else "subscribe to events at"
+        self._socket = _socket(context, zmq.SUB, attempt, endpoint)
+        try:
+            self._set_options(topic, int(heartbeat_s * 1000))
+            self._attach(bind=bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise _cannot(attempt, endpoint, error) from error
 
     @property
-    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """What to poll for input: messages, and connection changes."""
-        return self._socket, self._monitor
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._socket.closed
 
-    def receive(self, max_messages: int) -> list[list[bytes]]:
+    def filenos(self) -> tuple[int, ...]:
+        """Of messages, and of connection changes."""
+        assert self._monitor is not None
+        return self._socket.fileno(), self._monitor.fileno()
+
+    def connection_changes(self) -> list[Connection]:
+        """What happened to the connection since the last call, in order."""
+        assert self._monitor is not None
+        changes = []
+        with suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+                was_opened = event == self._opened
+                changes.append(Connection.OPENED if was_opened else Connection.LOST)
+        return changes
+
+    def receive(self, max_messages: int) -> list[Message]:
         """Messages that have arrived, without waiting."""
-        messages: list[list[bytes]] = []
+        messages: list[Message] = []
         with suppress(zmq.Again):
             while len(messages) < max_messages:
                 messages.append(self._receive_one())
         return messages
 
-    def _receive_one(self) -> list[bytes]:
+    def _receive_one(self) -> Message:
         """As recv_multipart, without its question after each part whether there are more.
 
         That costs as much as the parts. A topic as before and eight bytes are the first two parts
         of a stock message, which has three.
         """
         receive = self._socket.recv
-        parts = [receive(_AT_ONCE)]
-        if parts[0] == self._last_topic:
-            parts.append(receive(_AT_ONCE))
-            if len(parts[1]) == _NUM_SEQUENCE_BYTES:
-                parts.append(receive(_AT_ONCE))
-                return parts
-        self._last_topic = parts[0]
+        topic = receive(_AT_ONCE)
+        parts = [topic]
+        if topic == self._last_topic:
+            sequence = receive(_AT_ONCE)
+            if len(sequence) == _NUM_SEQUENCE_BYTES:
+                return Message(topic, int.from_bytes(sequence, "big"), receive(_AT_ONCE))
+            parts.append(sequence)
+        self._last_topic = topic
         while self._socket.getsockopt(zmq.RCVMORE):
             parts.append(receive(_AT_ONCE))
-        return parts
+        return message_of(parts)
 
-    def connection_changes(self) -> list[Connection]:
-        """What happened to the connection since the last call, in order."""
-        changes = []
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            came = event == self._came
-            changes.append(Connection.CAME if came else Connection.WENT)
-        return changes
-
-    def renew(self) -> None:
-        """Start over with a new socket, without what the old one had queued; not if it is bound."""
-        if self.bind:
-            raise TransportError(f"cannot renew {self.endpoint!r}: other publishers use it as well")
-        self.close()
-        self._open()
+    def request_replay(self, first: int) -> ZmqReplayAnswer:
+        """Ask the replay socket for the messages from number `first` on."""
+        assert self._replay is not None
+        return ZmqReplayAnswer(self._context, self._replay, first)
 
     def close(self) -> None:
-        """Close both sockets at once; safe to call twice."""
-        if not self._socket.closed:
+        """Close both sockets at once."""
+        if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close(linger=0)
+            self._monitor = None
+        self._socket.close(linger=0)
 
-    def _open(self) -> None:
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
-        heartbeat_ms = int(self._heartbeat_s * 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _MISSED_HEARTBEATS * heartbeat_ms)
-        self._socket.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
-        self._monitor = self._socket.get_monitor_socket(self._came | zmq.EVENT_DISCONNECTED)
-        try:
-            self._attach()
-        except zmq.ZMQError as error:
-            self.close()
-            attempt = "bind" if self.bind else "subscribe to events at"
-            raise TransportError(
-                f"cannot {attempt} {self.endpoint!r}: expected an endpoint like "
-                f"tcp://127.0.0.1:5557, got: {error}"
-            ) from error
+    def _set_options(self, topic: str, heartbeat_ms: int) -> None:
+        options = {
+            zmq.RECONNECT_IVL: _RECONNECT_MS,
+            zmq.RECONNECT_IVL_MAX: _MAX_RECONNECT_MS,
+            zmq.HEARTBEAT_IVL: heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: _MISSED_HEARTBEATS * heartbeat_ms,
+        }
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
 
-    def _attach(self) -> None:
-        if not self.bind:
+    def _attach(self, *, bind: bool) -> None:
+        self._monitor = self._socket.get_monitor_socket(self._opened | zmq.EVENT_DISCONNECTED)
+        if not bind:
             self._socket.connect(self.endpoint)
             return
         self._socket.bind(self.endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class ZmqReplayAnswer:
+    """One request to the replay socket of a publisher."""
+
+    def __init__(self, context: _Context, endpoint: str, first: int) -> None:
+        """TransportError for a bad endpoint."""
+        self.is_ended = False
+        attempt = "ask for a replay at"
+        self._socket = _socket(context, zmq.DEALER, attempt, endpoint)
+        try:
+            self._socket.connect(endpoint)
+            self._socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.close()
+            raise _cannot(attempt, endpoint, error) from error
+
+    def filenos(self) -> tuple[int, ...]:
+        """Of the one socket."""
+        return (self._socket.fileno(),)
+
+    def receive(self, max_messages: int) -> list[Message]:
+        """Messages that have arrived, without waiting; may set `is_ended`."""
+        messages: list[Message] = []
+        with suppress(zmq.Again):
+            while len(messages) < max_messages and not self.is_ended:
+                self._read(self._socket.recv_multipart(_AT_ONCE), messages)
+        return messages
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close(linger=0)
+
+    def _read(self, frames: list[bytes], messages: list[Message]) -> None:
+        match frames:
+            case [b"", *topic, sequence, payload] if (
+                len(topic) < 2 and len(sequence) == _NUM_SEQUENCE_BYTES
+            ):
+                if sequence == _END_OF_REPLAY:
+                    self.is_ended = True
+                else:
+                    number = int.from_bytes(sequence, "big")
+                    messages.append(Message(b"".join(topic), number, payload))
+
+
+def _socket(context: _Context, kind: int, attempt: str, endpoint: str) -> zmq.Socket[bytes]:
+    try:
+        made = context.socket(kind)
+    except zmq.ZMQError as error:  # no descriptors are left, most likely
+        raise TransportError(f"cannot {attempt} {endpoint!r}: no socket: {error}") from error
+    made.setsockopt(zmq.IPV6, 1)
+    made.setsockopt(zmq.LINGER, 0)
+    made.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    made.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+    return made
+
+
+def _cannot(attempt: str, endpoint: str, error: zmq.ZMQError) -> TransportError:
+    return TransportError(
+        f"cannot {attempt} {endpoint!r}: expected an endpoint like tcp://127.0.0.1:5557, "
+        f"got: {error}"
+    )

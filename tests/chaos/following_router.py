@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from kvplug import Rank, Router, RouterConfig
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.listener import EventListener
 from kvplug.ingest.trust import Trust
 from tests.chaos.asking import answer_in_background
 
@@ -28,7 +28,7 @@ class FollowingRouter:
         self._router = Router(RouterConfig(block_size=block_size))
         self._router.add_worker(RANK.worker)
         self._follower = Follower(self._router, RANK)
-        self._listener = EventListener()
+        self._listener = EventThread()
         self._episodes = []  # [when trust was lost, when it was won back, why it was lost]
         self._lost = time.monotonic(), "not connected yet"
         self._last, self._moved_at = None, 0.0
@@ -46,7 +46,7 @@ class FollowingRouter:
 
     def _look(self):
         with self._looking:
-            now, trust, last = time.monotonic(), self._follower.trust, self._follower.repair.last
+            now, trust, last = time.monotonic(), self._follower.trust, self._follower.sequencer.last
             if last != self._last:
                 self._last, self._moved_at = last, now
             is_exact = trust.level is Trust.EXACT
@@ -66,7 +66,7 @@ class FollowingRouter:
             "level": trust.level,
             "reason": trust.reason,
             "cure": trust.cure,
-            "last": follower.repair.last,
+            "last": follower.sequencer.last,
             "num_messages": follower.num_messages,
             "skipped": dict(follower.skipped),
             "episodes": list(self._episodes),

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from kvplug.transports.zmq import message_of
 from tests.chaos.faults import Fault, FaultPlan, Odds
 from tests.chaos.proxy import EventProxy
 from tests.ingest.publisher import Publisher, message, stored
@@ -69,9 +70,9 @@ def test_a_plan_is_the_same_for_the_same_seed():
 
 def test_without_a_plan_every_frame_is_handed_on(engine, proxy, client):
     sent = [message(number, stored(number)) for number in range(50)]
-    for frames in sent:
-        engine.send(frames)
-    assert [client.receive() for _ in sent] == sent
+    for each in sent:
+        engine.send(each)
+    assert [message_of(client.receive()) for _ in sent] == sent
 
 
 def test_with_a_plan_messages_are_lost_doubled_and_late(engine, proxy, client):

@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 
 from kvplug import Rank, Router, RouterConfig
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.listener import EventListener
 from tests.engines.plugged_vllm import BLOCK_SIZE, LOOPBACK
 from tests.plugs.stock_client import wait_until
 
@@ -21,7 +21,7 @@ class Following:
 
             def has_everything(rank=rank, follower=follower):
                 num_batches = engine.ask_oracle(rank)["num_batches"]
-                return num_batches == 0 or follower.repair.last == num_batches - 1
+                return num_batches == 0 or follower.sequencer.last == num_batches - 1
 
             wait_until(has_everything, f"every batch of rank {rank} has arrived")
         self._router.index.check()
@@ -35,7 +35,7 @@ def following(engine, *, dp_size=1):
     router = Router(RouterConfig(block_size=BLOCK_SIZE))
     router.add_worker("engine", dp_size=dp_size)
     followers = [Follower(router, Rank("engine", rank)) for rank in range(dp_size)]
-    listener = EventListener()
+    listener = EventThread()
     listener.start()
     try:
         for rank, follower in enumerate(followers):

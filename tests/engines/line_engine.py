@@ -75,7 +75,7 @@ class Followed:
     def settle(self):
         """Wait until every batch that the engine published is applied."""
         last = self.engine.num_batches - 1
-        arrived = lambda: last < 0 or self.follower.repair.last == last  # noqa: E731
+        arrived = lambda: last < 0 or self.follower.sequencer.last == last  # noqa: E731
         wait_until(arrived, "every batch has arrived")
 
     def apart(self):

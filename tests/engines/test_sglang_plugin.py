@@ -12,8 +12,8 @@ from examples.demo.plugin_env import ensure_plugin
 from kvplug import Rank, Router, RouterConfig
 from kvplug.events import Namespace
 from kvplug.hashing import as_tokens, seed_of
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.listener import EventListener
 from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
 from tests.plugs.stock_client import StockClient, wait_until
 
@@ -35,7 +35,7 @@ def following(engine, *, dp_size=1):
     router.add_worker("engine", dp_size=dp_size)
     followers = [Follower(router, Rank("engine", rank)) for rank in range(dp_size)]
     host, _, port = engine.server.events_endpoint.rpartition(":")
-    listener = EventListener()
+    listener = EventThread()
     listener.start()
     try:
         for rank, follower in enumerate(followers):
@@ -60,7 +60,7 @@ def settle(engine, followers):
     """Wait until every batch of what the engine did so far has arrived."""
     for rank, follower in enumerate(followers):
         last = drain(engine, rank) - 1
-        wait_until(lambda f=follower, n=last: f.repair.last == n, "every batch has arrived")
+        wait_until(lambda f=follower, n=last: f.sequencer.last == n, "every batch has arrived")
 
 
 def apart(engine, router, rank=0):
@@ -111,7 +111,7 @@ def test_sglang_publishes_what_it_caches(serve):
         assert not oracle["numba_is_loaded"]
         assert oracle["num_events"]["BlockRemoved"] > 20
         assert oracle["num_events"]["AllBlocksCleared"] == 3  # one is the first of every server
-        assert (follower.repair.num_missed, dict(follower.skipped)) == (0, {})
+        assert (follower.sequencer.num_missed, dict(follower.skipped)) == (0, {})
         check_predictions(engine, router, follower)
         check_discovery(engine, oracle)
         check_replay(engine)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.ingest.listener import EventListener
+from kvplug.ingest.event_thread import EventThread
 from tests.engines.line_engine import Followed, LineEngine
 
 BLOCK_SIZE = 32
@@ -13,7 +13,7 @@ BLOCK_SIZE = 32
 
 @pytest.fixture(scope="module")
 def listener():
-    listener = EventListener()
+    listener = EventThread()
     listener.start()
     yield listener
     listener.stop()

@@ -56,7 +56,7 @@ def test_vllm_serve_publishes_what_it_caches(serve, start_method):
         assert oracle["num_events"]["BlockRemoved"] > 100
         assert oracle["num_events"]["AllBlocksCleared"] == 2
         assert oracle["most_copies"] > 1
-        assert (follower.trust.reason, follower.repair.num_missed) == (None, 0)
+        assert (follower.trust.reason, follower.sequencer.num_missed) == (None, 0)
         assert not follower.skipped
         source = engine.event_sources()["0"]
         assert source["publisher"] == "kvplug"

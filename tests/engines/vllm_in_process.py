@@ -41,13 +41,13 @@ class Following:
         # vLLM 0.32 for the CPU looks through all loaded modules while its worker starts and trips
         # over llvmlite (triton_utils/dispatcher.py:139), so Numba may come only after that.
         from kvplug import Rank, Router, RouterConfig
+        from kvplug.ingest.event_thread import EventThread
         from kvplug.ingest.follower import Follower
-        from kvplug.ingest.listener import EventListener
 
         self.rank = Rank("engine")
         self.router = Router(RouterConfig(block_size=BLOCK_SIZE))
         self.router.add_worker(self.rank.worker)
-        self.follower, self.listener = Follower(self.router, self.rank), EventListener()
+        self.follower, self.listener = Follower(self.router, self.rank), EventThread()
         self.listener.start()
         self.listener.follow(self.follower, f"tcp://127.0.0.1:{port}")
         wait_until(lambda: self.follower.connected, "the event stream is connected")
@@ -55,7 +55,7 @@ class Following:
     def settle(self, engine):
         """Wait until every batch that the engine published is applied."""
         last = engine.num_batches - 1
-        wait_until(lambda: self.follower.repair.last == last, "every batch has arrived")
+        wait_until(lambda: self.follower.sequencer.last == last, "every batch has arrived")
 
     def expected_tokens(self, tokens, salt):
         """What vLLM should find cached: whole blocks, and never the last token."""

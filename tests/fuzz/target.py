@@ -19,6 +19,7 @@ from kvplug.events import Tier
 from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
+from kvplug.transports.zmq import message_of
 from tests.fuzz import corpus
 
 _RANKS = (Rank("fed"), Rank("fed", 1))
@@ -82,7 +83,7 @@ class FollowerTarget:
         return accepted
 
     def read(self, frames):
-        self.follower.receive(frames)
+        self.follower.receive([message_of(frames)])
 
     def feed_and_compare(self, frames):
         """As `feed`, and the whole content is compared."""
@@ -119,10 +120,10 @@ class DispatchTarget(FollowerTarget):
 
     def read(self, frames):
         if self._rng.random() < 0.01:
-            self._dispatcher.on_peer_came()
-            self._dispatcher.on_peer_came()
-            self._dispatcher.on_peer_lost()
-        self._dispatcher.receive(frames)
+            self._dispatcher.on_connected()
+            self._dispatcher.on_connected()
+            self._dispatcher.on_disconnected()
+        self._dispatcher.receive([message_of(frames)])
 
 
 class CodecTarget(FollowerTarget):
@@ -132,7 +133,7 @@ class CodecTarget(FollowerTarget):
 
     def read(self, frames):
         with suppress(DecodeError):
-            batch = codec.decode(codec.parse_frames(frames).payload)
+            batch = codec.decode(message_of(frames).payload)
             self.follower.skipped.update(batch.skipped)
             self.follower.skipped.update(self.router.apply(_RANKS[0], batch).refused)
 

@@ -1,9 +1,12 @@
-"""A stock-like event publisher on a real socket, for tests."""
+"""A stock-like event publisher on real sockets, for tests."""
+
+import threading
 
 import zmq
 
 from kvplug import codec
 from kvplug.events import BlockStored, EventBatch
+from kvplug.transports.base import Message
 from tests.plugs.stock_client import wait_until
 
 TOPIC = b"kv@pod@model"
@@ -17,10 +20,14 @@ def stored(first_token, num_blocks=1, block_size=4, **more):
     return BlockStored(block_hashes=names, token_ids=tokens, block_size=block_size, **more)
 
 
-def message(number, *events, dp_rank=0):
+def message(number, *events, dp_rank=0, topic=TOPIC):
+    """As a transport hands it over."""
+    return Message(topic, number, codec.encode(EventBatch(events=events, dp_rank=dp_rank)))
+
+
+def frames_of(message):
     """The three frames of vLLM and SGLang."""
-    payload = codec.encode(EventBatch(events=events, dp_rank=dp_rank))
-    return [TOPIC, number.to_bytes(8, "big"), payload]
+    return [message.topic, message.sequence.to_bytes(8, "big"), message.payload]
 
 
 def bind(socket, port=0):
@@ -63,11 +70,51 @@ class Publisher:
         assert self._socket.poll(timeout_ms), "nobody subscribed"
         self._socket.recv()
 
-    def send(self, frames):
+    def send(self, message):
+        """A Message, or any frames."""
+        frames = frames_of(message) if isinstance(message, Message) else message
         self._socket.send_multipart(frames)
 
     def close(self):
         self._socket.close(linger=0)
 
     def destroy(self):
+        self._context.destroy(linger=0)
+
+
+END = [b"", b"", b"\xff" * 8, b""]
+
+
+class ReplayServer:
+    """A ROUTER as vLLM's and SGLang's publishers have one; `history` is what it sends again."""
+
+    def __init__(self, *, with_topic=True):
+        self.history, self.asked, self._with_topic = [], [], with_topic
+        self.is_silent = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.endpoint = f"tcp://127.0.0.1:{port}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stopping.is_set():
+            if self._socket.poll(20):
+                client, _, start = self._socket.recv_multipart()
+                self.asked.append(int.from_bytes(start, "big"))
+                if not self.is_silent:
+                    self._answer(client, self.asked[-1])
+
+    def _answer(self, client, start):
+        for each in list(self.history):
+            if each.sequence >= start:
+                frames = frames_of(each)[0 if self._with_topic else 1 :]
+                self._socket.send_multipart([client, b"", *frames])
+        self._socket.send_multipart([client, *END])
+
+    def close(self):
+        self._stopping.set()
+        self._thread.join()
         self._context.destroy(linger=0)

@@ -5,6 +5,8 @@ from kvplug.errors import ConfigError
 from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
+from kvplug.transports.base import Message
+from kvplug.transports.zmq import message_of
 from tests.ingest.publisher import message, stored
 
 
@@ -26,12 +28,12 @@ def dispatcher(followers):
     dispatcher = TopicDispatcher()
     for i, follower in enumerate(followers):
         dispatcher.add(follower, Topic(f"pod-{i}", "m"))
-        dispatcher.on_peer_came()
+        dispatcher.on_connected()
     return dispatcher
 
 
 def said_by(pod, number, *events, model="m"):
-    return [f"kv@{pod}@{model}".encode(), *message(number, *events)[1:]]
+    return [message(number, *events, topic=f"kv@{pod}@{model}".encode())]
 
 
 def names_of(router, worker):
@@ -54,7 +56,7 @@ def test_each_follower_gets_what_its_worker_says(router, followers, dispatcher):
 )
 def test_unknown_topics_are_counted_and_named_once(router, dispatcher, caplog, topic):
     for number in range(3):
-        dispatcher.receive([topic, *message(number, stored(1))[1:]])
+        dispatcher.receive([message(number, stored(1), topic=topic)])
     assert len(router.index) == 0
     assert sum(dispatcher.unknown.values()) == 3
     [record] = caplog.records
@@ -65,7 +67,7 @@ def test_no_number_of_topics_fills_the_memory(dispatcher, followers, caplog):
     dispatcher.remove(followers[0])
     dispatcher.add(followers[0], Topic("pod-0"))
     for i in range(300):
-        dispatcher.receive([f"kv@made-up-{i}@{'x' * 500}".encode(), bytes(8), b""])
+        dispatcher.receive([Message(f"kv@made-up-{i}@{'x' * 500}".encode(), 0, b"")])
     assert (len(dispatcher.unknown), dispatcher.unknown["..."]) == (101, 200)
     assert max(map(len, dispatcher.unknown)) <= 80
     assert len(caplog.records) == 101
@@ -96,7 +98,7 @@ def test_a_removed_follower_hears_nothing(router, dispatcher, followers):
 
 def test_when_a_peer_is_lost_the_workers_that_go_on_keep_their_blocks(router, dispatcher):
     dispatcher.receive(said_by("pod-0", 0, stored(1)))
-    dispatcher.on_peer_lost()
+    dispatcher.on_disconnected()
     assert names_of(router, "w0") == [1000]
     dispatcher.receive(said_by("pod-0", 1, stored(11)))
     assert len(names_of(router, "w0")) == 2
@@ -106,9 +108,9 @@ def test_after_a_peer_was_lost_a_break_in_the_numbers_is_another_life(
     router, dispatcher, followers
 ):
     dispatcher.receive(said_by("pod-0", 0, stored(1)))
-    dispatcher.on_peer_lost()
+    dispatcher.on_disconnected()
     dispatcher.receive(said_by("pod-0", 1, stored(11)))  # was still queued
-    dispatcher.on_peer_came()
+    dispatcher.on_connected()
     dispatcher.receive(said_by("pod-0", 7, stored(21)))
     assert names_of(router, "w0") == [21_000]
     assert followers[0].trust.reason == "the router joined after the engine's first events"
@@ -125,17 +127,16 @@ def test_without_a_lost_peer_a_break_is_a_gap(router, dispatcher, followers):
 
 def test_garbage_is_no_break(router, dispatcher, followers):
     dispatcher.receive(said_by("pod-0", 0, stored(1)))
-    dispatcher.on_peer_lost()
-    dispatcher.receive([b"kv@pod-0@m", b"x", b""])
-    dispatcher.receive([])
+    dispatcher.on_disconnected()
+    dispatcher.receive([message_of([b"kv@pod-0@m", b"x", b""]), message_of([])])
     assert names_of(router, "w0") == [1000]
     assert followers[0].skipped == {"undecodable": 1}
 
 
 def test_with_the_last_peer_all_blocks_go(router, dispatcher, followers):
     dispatcher.receive(said_by("pod-0", 0, stored(1)))
-    dispatcher.on_peer_lost()
-    dispatcher.on_peer_lost()
+    dispatcher.on_disconnected()
+    dispatcher.on_disconnected()
     assert len(router.index) == 0
     assert not followers[0].connected
 

@@ -18,6 +18,7 @@ from kvplug import codec
 from kvplug.engines.publisher import STOP_LIMIT_S, Publisher, PublisherConfig
 from kvplug.engines.vllm import VllmPublisher
 from kvplug.errors import ConfigError
+from kvplug.transports.zmq import message_of
 from tests.plugs.stock_client import StockClient, clear, engine_batch, stored, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def join(client, shell):
     while not client.has_message(timeout_ms=50):
         shell.publish(clear())
     next_number = shell.publisher.num_published
-    while codec.parse_frames(client.receive()).seq != next_number - 1:
+    while message_of(client.receive()).sequence != next_number - 1:
         pass
     return next_number
 
@@ -64,8 +65,8 @@ def test_the_wire_is_the_one_that_followers_of_vllm_read(client):
         number = join(client, shell)
         shell.publish(engine_batch(100))
         frames = client.receive()
-    frame, batch = codec.parse_frames(frames), codec.decode(frames[2])
-    assert (frame.topic, frame.seq) == ("kv@pod@model", number)
+    frame, batch = message_of(frames), codec.decode(frames[2])
+    assert (frame.topic, frame.sequence) == (b"kv@pod@model", number)
     assert (batch.ts, batch.dp_rank, batch.skipped) == (100.0, 3, {})
     [event] = batch.events
     assert event.token_ids == stored(100).token_ids
@@ -200,7 +201,7 @@ def test_subscribers_come_and_go(client):
         other = StockClient()
         number = join(other, shell)
         shell.publish(engine_batch(1))
-        assert codec.parse_frames(other.receive()).seq == number
+        assert message_of(other.receive()).sequence == number
         other.close()
 
 
@@ -223,7 +224,7 @@ def test_an_occupied_port_is_named_once_and_taken_when_it_is_free(client, caplog
         wait_until(lambda: shell.publisher.num_sent == 1, "the sender goes on")
     number = join(client, shell)
     shell.publish(engine_batch(1))
-    assert codec.parse_frames(client.receive()).seq == number
+    assert message_of(client.receive()).sequence == number
     shell.shutdown()
     [warning] = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "Address already in use" in warning

@@ -48,6 +48,14 @@ def test_a_block_size_that_is_none_is_refused(size):
     [
         ({"workers": ()}, "name at least one with --worker"),
         ({"workers": (WorkerSpec(url="http://a"),) * 2}, "'http://a' is named twice"),
+        (
+            {"workers": [WorkerSpec(url=u, replay="tcp://c:1") for u in ("http://a", "http://b")]},
+            "'http://a' and 'http://b' have the same replay=tcp://c:1; expected an endpoint of its",
+        ),
+        (
+            {"workers": [WorkerSpec(url=u, events="tcp://c:1") for u in ("http://a", "http://b")]},
+            "'http://a' and 'http://b' have the same events=tcp://c:1",
+        ),
         ({"port": 70_000}, "port must be in"),
         ({"events_bind": "5557"}, "events_bind: expected an endpoint like"),
         (

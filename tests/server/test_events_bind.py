@@ -8,7 +8,7 @@ from kvplug.errors import ConfigError, TransportError
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
-from tests.ingest.publisher import message, stored
+from tests.ingest.publisher import frames_of, message, stored
 from tests.waiting import until
 
 URLS = ("http://127.0.0.1:9", "http://127.0.0.1:10")
@@ -32,7 +32,7 @@ async def test_the_worker_is_known_by_its_topic(publisher):
     async with RouterService(config("tcp://127.0.0.1:*", "kv@pod-0", "kv@pod-1@m")) as service:
         publisher.connect(service.fleet.events_endpoint)
         assert publisher.poll(10_000), "the router did not subscribe"
-        publisher.send_multipart([b"kv@pod-1@m", *message(0, stored(1))[1:]])
+        publisher.send_multipart(frames_of(message(0, stored(1), topic=b"kv@pod-1@m")))
         await until(lambda: len(service.router.index) == 1, "the block is known")
         async with aiohttp.ClientSession(service.url) as client, client.get("/health") as response:
             events = [worker["events"] for worker in (await response.json())["workers"]]

@@ -7,6 +7,7 @@ from kvplug import codec
 from kvplug.errors import TransportError
 from kvplug.events import BlockRemoved, EventBatch
 from kvplug.sim.publisher import END_OF_REPLAY, EventPublisher
+from kvplug.transports.zmq import message_of
 from tests.waiting import until
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -60,9 +61,9 @@ async def test_subscribers_get_topic_number_and_batch(context, publisher):
             return subscriber.poll(0)
 
         await until(hears, "the subscriber hears something")
-        frame = codec.parse_frames(subscriber.recv_multipart())
-    assert frame.topic == "kv@sim@m"
-    assert codec.decode(frame.payload) == batch(frame.seq)
+        frame = message_of(subscriber.recv_multipart())
+    assert frame.topic == b"kv@sim@m"
+    assert codec.decode(frame.payload) == batch(frame.sequence)
 
 
 def test_replay_starts_where_it_is_asked_to(context, publisher):

@@ -8,7 +8,8 @@ import pytest
 import zmq
 
 from kvplug.errors import TransportError
-from kvplug.transports.zmq import Connection, ZmqSubscription
+from kvplug.transports.base import Connection, Message
+from kvplug.transports.zmq import ZmqTransport, message_of
 from tests.waiting import until
 
 
@@ -54,17 +55,17 @@ def context():
 
 
 @pytest.fixture
-def opened(context):
-    """Makes subscriptions, and closes them."""
-    subscriptions = []
+def opened():
+    """Makes sources, and closes them."""
+    transport = ZmqTransport(heartbeat_s=1.0)
 
-    def open_(endpoint, topic="", **options):
-        subscriptions.append(ZmqSubscription(context, endpoint, topic, **options))
-        return subscriptions[-1]
+    def open_(endpoint, topic="", *, bind=False):
+        if bind:
+            return transport.bind(endpoint, topic)[0]
+        return transport.connect(endpoint, topic, None)
 
     yield open_
-    for subscription in subscriptions:
-        subscription.close()
+    transport.close()
 
 
 @pytest.fixture
@@ -101,32 +102,31 @@ async def changes_of(subscription, change):
 @pytest.mark.parametrize("bind", [False, True])
 async def test_a_peer_that_goes_silent_is_gone(publisher, relayed, opened, bind):
     if bind:
-        subscription = opened("tcp://127.0.0.1:*", bind=True, heartbeat_s=1.0)
+        subscription = opened("tcp://127.0.0.1:*", bind=True)
         relay = relayed(subscription.endpoint)
         publisher.connect(relay.endpoint)
     else:
         publisher.bind("tcp://127.0.0.1:*")
         relay = relayed(publisher.getsockopt_string(zmq.LAST_ENDPOINT))
-        subscription = opened(relay.endpoint, heartbeat_s=1.0)
-    await changes_of(subscription, Connection.CAME)
+        subscription = opened(relay.endpoint)
+    await changes_of(subscription, Connection.OPENED)
 
     def is_subscribed():
-        subscription.sockets[0].poll(0)  # a SUB socket subscribes when it is looked at
+        assert subscription.receive(1) == []  # a SUB socket subscribes when it is looked at
         return publisher.poll(0)
 
     await until(is_subscribed, "the subscription arrives")
     publisher.send_multipart([b"topic", b"said"])
-    await until(lambda: subscription.sockets[0].poll(0), "a message passes")
-    assert subscription.receive(10) == [[b"topic", b"said"]]
+    received = []
+    await until(lambda: received.extend(subscription.receive(10)) or received, "a message passes")
+    assert received == [Message(b"topic", None, b"said")]
     relay.freeze()
-    await changes_of(subscription, Connection.WENT)
+    await changes_of(subscription, Connection.LOST)
 
 
 def test_an_endpoint_is_bound_with_its_port(opened):
     subscription = opened("tcp://127.0.0.1:*", bind=True)
     assert int(subscription.endpoint.rpartition(":")[2]) > 0
-    with pytest.raises(TransportError, match=r"cannot renew .*: other publishers use it as well"):
-        subscription.renew()
 
 
 def test_an_endpoint_that_is_taken_is_refused(opened):
@@ -148,4 +148,17 @@ async def test_messages_of_other_shapes_do_not_shift_the_stock_ones(publisher, o
         publisher.send_multipart(frames)
     received = []
     await until(lambda: received.extend(subscription.receive(3)) or len(received) == 10, "all")
-    assert received == sent
+    assert received == [message_of(frames) for frames in sent]
+    assert [message.malformed is None for message in received].count(False) == 2
+
+
+def test_the_parts_of_a_message_have_names():
+    number = (258).to_bytes(8, "big")
+    assert message_of([b"kv@a", number, b"p"]) == Message(b"kv@a", 258, b"p")
+    assert message_of([b"", b"\xff" * 8, b""]) == Message(b"", 2**64 - 1, b"")
+    assert message_of([b"kv", b"p"]) == Message(b"kv", None, b"p")
+
+
+@pytest.mark.parametrize("frames", [[], [b"p"], [b"t", b"\x01", b"p"], [b"", b"t", bytes(8), b"p"]])
+def test_other_frames_are_malformed(frames):
+    assert message_of(frames).malformed.startswith("cannot read a message: expected")

@@ -19,7 +19,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.trust import Trust
+from kvplug.ingest.trust import UNCONFIRMED, Trust
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import tokenization
 from kvplug.server.diagnosis.checks import check_all
@@ -178,11 +178,12 @@ class Diagnosis:
         follower = worker.follower
         if follower is None:
             return None
-        trust = follower.trust
+        state = follower.trust
+        is_incomplete = state.level is Trust.STALE and state is not UNCONFIRMED
         return StreamView(
             connected=not self._is_away(worker, follower),
-            incomplete=trust.reason if trust.level is Trust.STALE else None,
-            cure=trust.cure or "",
+            incomplete=state.reason if is_incomplete else None,
+            cure=state.cure or "",
             can_replay=follower.can_replay or worker.spec.events is None,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,

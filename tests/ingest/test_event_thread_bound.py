@@ -1,5 +1,6 @@
 """Many publishers that connect to one socket of ours."""
 
+import itertools
 import socket
 
 import pytest
@@ -7,10 +8,11 @@ import zmq
 
 from kvplug import Rank, Router, RouterConfig
 from kvplug.errors import ConfigError, TransportError
-from kvplug.ingest.collector import EventCollector
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
-from tests.ingest.publisher import message, stored
+from kvplug.transports.zmq import ZmqSource
+from tests.ingest.publisher import frames_of, message, stored
 from tests.waiting import until
 
 
@@ -25,7 +27,7 @@ class ConnectingPublisher:
         self._socket.recv()
 
     def send(self, number, *events):
-        self._socket.send_multipart([self._topic, *message(number, *events)[1:]])
+        self._socket.send_multipart(frames_of(message(number, *events, topic=self._topic)))
 
     def close(self):
         self._socket.close(linger=0)
@@ -55,29 +57,38 @@ def router():
 
 
 @pytest.fixture
-def collector():
-    collector = EventCollector("tcp://127.0.0.1:*")
-    collector.start()
-    yield collector
-    collector.stop()
+def events():
+    events = EventThread()
+    events.start()
+    yield events
+    events.stop()
 
 
 @pytest.fixture
-def followers(router, collector):
+def endpoint(events):
+    return events.bind("tcp://127.0.0.1:*")
+
+
+@pytest.fixture
+def followers(router, events, endpoint):
     followers = [Follower(router, Rank(f"w{i}")) for i in range(2)]
     for i, follower in enumerate(followers):
-        collector.follow(follower, Topic(f"pod-{i}", "m"))
+        events.follow_topic(follower, Topic(f"pod-{i}", "m"))
     return followers
 
 
 @pytest.fixture
-def publishers(connect, collector, followers):
-    return [connect(collector.endpoint, f"pod-{i}") for i in range(2)]
+def publishers(connect, endpoint, followers):
+    return [connect(endpoint, f"pod-{i}") for i in range(2)]
 
 
 def blocks_of(router, worker):
     with router._lock:  # an event may come meanwhile
         return router.index.engine_hashes_of(Rank(worker)).tolist()
+
+
+def worth_of(router, worker):
+    return router.fleet_index.worth_of(Rank(worker))
 
 
 async def test_engines_on_one_socket_are_followed_apart(router, publishers):
@@ -88,15 +99,15 @@ async def test_engines_on_one_socket_are_followed_apart(router, publishers):
 
 
 async def test_an_engine_that_returns_starts_over_and_the_other_goes_on(
-    router, collector, publishers, connect
+    router, events, endpoint, publishers, connect
 ):
     for i, publisher in enumerate(publishers):
         publisher.send(0, stored(10 * i + 1))
     await until(lambda: len(router.index) == 2, "both blocks are known")
     publishers[0].close()
-    await until(lambda: collector.dispatcher.num_peers == 1, "the loss of a peer is noticed")
+    await until(lambda: events.dispatcher.num_peers == 1, "the loss of a peer is noticed")
     publishers[1].send(1, stored(21))
-    returned = connect(collector.endpoint, "pod-0")
+    returned = connect(endpoint, "pod-0")
     returned.send(5, stored(31))  # its first messages went before it was connected
     await until(lambda: blocks_of(router, "w0") == [31_000], "w0 started over")
     assert sorted(blocks_of(router, "w1")) == [11_000, 21_000]
@@ -110,45 +121,81 @@ async def test_when_all_engines_are_gone_nothing_is_known(router, publishers):
     await until(lambda: len(router.index) == 0, "the blocks are forgotten")
 
 
-async def test_a_probe_of_the_port_is_no_loss(router, collector, publishers):
+async def test_a_probe_of_the_port_is_no_loss(router, events, endpoint, publishers):
     publishers[0].send(0, stored(1))
     await until(lambda: len(router.index) == 1, "the block is known")
-    port = int(collector.endpoint.rpartition(":")[2])
+    port = int(endpoint.rpartition(":")[2])
     for _ in range(3):
         socket.create_connection(("127.0.0.1", port)).close()
-    await until(lambda: collector.dispatcher.num_lost == 3, "the probes are seen")
+    await until(lambda: events.dispatcher.num_lost == 3, "the probes are seen")
     publishers[0].send(1, stored(11))
     await until(lambda: len(router.index) == 2, "the worker's stream goes on")
-    assert collector.dispatcher.num_peers == 2
+    assert events.dispatcher.num_peers == 2
 
 
-async def test_the_topic_narrows_what_is_received(router, connect):
-    collector = EventCollector("tcp://127.0.0.1:*", Topic("pod-0").subscription)
-    collector.start()
-    collector.follow(Follower(router, Rank("w0")), Topic("pod-0"))
-    stranger = connect(collector.endpoint, "pod-00")
-    publisher = connect(collector.endpoint, "pod-0")
+async def test_the_topic_narrows_what_is_received(router, connect, events):
+    endpoint = events.bind("tcp://127.0.0.1:*", Topic("pod-0").subscription)
+    events.follow_topic(Follower(router, Rank("w0")), Topic("pod-0"))
+    stranger = connect(endpoint, "pod-00")
+    publisher = connect(endpoint, "pod-0")
     stranger.send(0, stored(1))
     publisher.send(0, stored(11))
     await until(lambda: blocks_of(router, "w0") == [11_000], "the pod's block is known")
-    assert not collector.dispatcher.unknown
-    collector.stop()
+    assert not events.dispatcher.unknown
 
 
-async def test_unfollow(router, collector, followers, publishers):
-    collector.unfollow(followers[0])
+async def test_the_confidence_in_a_stale_worker_follows_the_audit(router, connect, events):
+    endpoint, accuracy = events.bind("tcp://127.0.0.1:*"), [0.5]
+    follower = Follower(router, Rank("w0"), stale_worth=lambda: accuracy[0])
+    events.follow_topic(follower, Topic("pod-0", "m"))
+    connect(endpoint, "pod-0").send(17, stored(1))
+    await until(lambda: worth_of(router, "w0") == 0.5, "it joined late")
+    accuracy[0] = 0.95
+    await until(lambda: worth_of(router, "w0") == 0.95, "the router is told again")
+
+
+async def test_a_shared_endpoint_that_fails_is_bound_again(
+    router, events, followers, publishers, monkeypatch, caplog
+):
     publishers[0].send(0, stored(1))
-    unknown = collector.dispatcher.unknown
+    await until(lambda: len(router.index) == 1, "the block is known")
+    failing = iter([OSError(24, "Too many open files")])
+    receive = ZmqSource.receive
+
+    def fail_once(source, max_messages):
+        for error in failing:
+            raise error
+        return receive(source, max_messages)
+
+    monkeypatch.setattr(ZmqSource, "receive", fail_once)
+    await until(lambda: len(router.index) == 0, "all is forgotten")
+    numbers = itertools.count(1)
+
+    def is_heard():
+        # ZMQ connects by itself; what is sent before the subscription is back is lost.
+        publishers[0].send(next(numbers), stored(11))
+        return blocks_of(router, "w0") == [11_000]
+
+    await until(is_heard, "it is heard again")
+    assert "all workers: following its events failed" in caplog.text
+
+
+async def test_unfollow(router, events, followers, publishers):
+    events.unfollow(followers[0])
+    publishers[0].send(0, stored(1))
+    unknown = events.dispatcher.unknown
     await until(lambda: unknown == {"kv@pod-0@m": 1}, "the message is counted")
     assert len(router.index) == 0
 
 
-def test_a_topic_belongs_to_one_worker(collector, followers):
+def test_a_topic_belongs_to_one_worker(events, followers):
     with pytest.raises(ConfigError, match="expected a topic of its own"):
-        collector.follow(followers[1], Topic("pod-0"))
+        events.follow_topic(followers[1], Topic("pod-0"))
 
 
-def test_an_endpoint_that_is_taken_is_refused(collector):
-    other = EventCollector(collector.endpoint)
+def test_an_endpoint_that_is_taken_is_refused(endpoint):
+    other = EventThread()
+    other.start()
     with pytest.raises(TransportError, match=r"cannot bind .*Address already in use"):
-        other.start()
+        other.bind(endpoint)
+    other.stop()

@@ -12,18 +12,19 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvplug.ingest.applier import Effect
-from kvplug.ingest.repair import Repair
-from kvplug.ingest.repair_settings import RepairSettings
+from kvplug.ingest.replay import ReplaySettings
+from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust
+from kvplug.transports.base import Message
 
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
     """Thousands of restarts are nothing to report here."""
-    caplog.set_level("ERROR", logger="kvplug.ingest.repair")
+    caplog.set_level("ERROR", logger="kvplug.ingest.sequencer")
 
 
-SETTINGS = RepairSettings(max_tries=3, pause_s=30.0)
+SETTINGS = ReplaySettings(max_tries=3, pause_s=30.0)
 
 
 @dataclass
@@ -59,12 +60,15 @@ class Engine:
     def publish(self, clears):
         kind = b"clear" if clears else b"store"
         self.messages.append(b"%d.%d.%s" % (self.life, len(self.messages), kind))
-        return len(self.messages) - 1, self.messages[-1]
+        return self.message(len(self.messages) - 1)
 
     def replay(self, start):
         """What the buffer still has, from number `start` on."""
         first = max(start, len(self.messages) - self.buffer_size)
-        return [(n, self.messages[n]) for n in range(first, len(self.messages))]
+        return [self.message(n) for n in range(first, len(self.messages))]
+
+    def message(self, number):
+        return Message(b"", number, self.messages[number])
 
     @property
     def held(self):
@@ -73,24 +77,24 @@ class Engine:
         return self.messages[clears[-1] + 1 if clears else 0 :]
 
 
-class RepairMachine(RuleBasedStateMachine):
+class SequencerMachine(RuleBasedStateMachine):
     can_replay = True
 
     @initialize(buffer_size=st.sampled_from([3, 1000]), published=st.integers(0, 5))
     def start(self, buffer_size, published):
         self.now_s, self.engine, self.sink = 0.0, Engine(buffer_size), Applied()
-        self.repair = Repair("w", self.sink, clock=lambda: self.now_s, settings=SETTINGS)
-        self.repair.can_replay = self.can_replay
+        self.sequencer = Sequencer("w", self.sink, clock=lambda: self.now_s, settings=SETTINGS)
+        self.sequencer.can_replay = self.can_replay
         for _ in range(published):
             self.engine.publish(clears=False)
         self.delayed = []
         self.answer = self.asked = None
-        self.repair.connected()
+        self.sequencer.connected()
 
     @rule(count=st.integers(1, 4), clears=st.booleans())
     def deliver(self, count, clears):
         messages = [self.engine.publish(clears and i == 0) for i in range(count)]
-        self.repair.receive(messages)
+        self.sequencer.receive(messages)
 
     @rule(count=st.integers(1, 3))
     def drop(self, count):
@@ -104,14 +108,14 @@ class RepairMachine(RuleBasedStateMachine):
     @rule()
     def deliver_delayed(self):
         self.delayed.reverse()
-        self.repair.receive(self.delayed)
+        self.sequencer.receive(self.delayed)
         self.delayed = []
 
     @precondition(lambda self: self.engine.messages)
     @rule(data=st.data())
     def repeat(self, data):
         number = data.draw(st.integers(0, len(self.engine.messages) - 1))
-        self.repair.receive([(number, self.engine.messages[number])])
+        self.sequencer.receive([self.engine.message(number)])
 
     @rule()
     def restart_unseen(self):
@@ -126,45 +130,45 @@ class RepairMachine(RuleBasedStateMachine):
 
     @rule(restarts=st.booleans())
     def reconnect(self, restarts):
-        self.repair.disconnected()
+        self.sequencer.disconnected()
         if restarts:
             self.engine.restart()
             self.delayed = []
-        self.repair.connected()
+        self.sequencer.connected()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 31.0]))
     def wait(self, seconds):
         self.now_s += seconds
-        self.repair.tick()
+        self.sequencer.tick()
 
     @rule(count=st.integers(1, 3))
     def answer_in_part(self, count):
-        self.take_order()
+        self.take_request()
         if self.answer is not None:
             part, self.answer = self.answer[:count], self.answer[count:]
-            self.repair.replayed(part)
+            self.sequencer.replayed(part)
 
     @rule()
     def answer_fully(self):
-        self.take_order()
+        self.take_request()
         if self.answer is not None:
-            order = self.repair.order
-            self.repair.replayed(self.answer)
-            if self.repair.order is order:
-                self.repair.replay_ended()
+            request = self.sequencer.request
+            self.sequencer.replayed(self.answer)
+            if self.sequencer.request is request:
+                self.sequencer.replay_ended()
 
     @precondition(lambda self: self.answer)
     @rule()
     def lose_some_of_the_answer(self):
         del self.answer[0]
 
-    def take_order(self):
+    def take_request(self):
         """As the owner of the sockets does: another order, another request."""
-        if self.repair.order is not self.asked:
-            self.asked = self.repair.order
+        if self.sequencer.request is not self.asked:
+            self.asked = self.sequencer.request
             self.answer = None
             if self.asked is not None:
-                self.answer = self.engine.replay(self.asked.start)
+                self.answer = self.engine.replay(self.asked.first)
 
     @invariant()
     def what_is_known_was_said(self):
@@ -175,7 +179,7 @@ class RepairMachine(RuleBasedStateMachine):
         numbers = [int(payload.split(b".")[1]) for payload in self.sink.payloads]
         assert len(lives) <= 1
         assert numbers == sorted(set(numbers))
-        if self.repair.state.level is Trust.EXACT:
+        if self.sequencer.state.level is Trust.EXACT:
             assert (
                 numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
             )
@@ -184,11 +188,11 @@ class RepairMachine(RuleBasedStateMachine):
         """Once the wire is sound again and time has passed, it is exact, or says why not."""
         if not hasattr(self, "sink"):
             return
-        self.repair.receive(self.delayed)
+        self.sequencer.receive(self.delayed)
         self.settle()
-        self.repair.receive([self.engine.publish(clears=False)])
+        self.sequencer.receive([self.engine.publish(clears=False)])
         self.settle()
-        state = self.repair.state
+        state = self.sequencer.state
         if state.level is Trust.EXACT:
             assert self.sink.payloads == self.engine.held
         else:
@@ -197,25 +201,25 @@ class RepairMachine(RuleBasedStateMachine):
             assert self.engine.buffer_size == 3 or not self.can_replay, state
         held = self.engine.held
         assert self.sink.payloads == held[len(held) - len(self.sink.payloads) :]
-        self.repair.receive([self.engine.publish(clears=True)])
+        self.sequencer.receive([self.engine.publish(clears=True)])
         self.settle()
-        assert (self.sink.payloads, self.repair.state.level) == ([], Trust.EXACT)
+        assert (self.sink.payloads, self.sequencer.state.level) == ([], Trust.EXACT)
 
     def settle(self):
         for _ in range(20):
             self.now_s += 31.0
-            self.repair.tick()
+            self.sequencer.tick()
             self.asked = None
             self.answer_fully()
 
 
-class NoReplayMachine(RepairMachine):
+class NoReplayMachine(SequencerMachine):
     """The same without a replay endpoint: less is exact, nothing is wrong."""
 
     can_replay = False
 
 
-class LostStreamMachine(RepairMachine):
+class LostStreamMachine(SequencerMachine):
     """One life, whose stream breaks for a while; what is on its way arrives all the same."""
 
     is_connected = True
@@ -228,17 +232,17 @@ class LostStreamMachine(RepairMachine):
 
     @rule()
     def disconnect(self):
-        self.repair.disconnected()
+        self.sequencer.disconnected()
         self.is_connected = False
 
     def teardown(self):
         if not self.is_connected:
-            self.repair.connected()
+            self.sequencer.connected()
         super().teardown()
 
 
-TestRepairMachine = RepairMachine.TestCase
-TestRepairMachine.settings = settings(stateful_step_count=30)
+TestSequencerMachine = SequencerMachine.TestCase
+TestSequencerMachine.settings = settings(stateful_step_count=30)
 TestNoReplayMachine = NoReplayMachine.TestCase
 TestNoReplayMachine.settings = settings(stateful_step_count=30)
 TestLostStreamMachine = LostStreamMachine.TestCase

@@ -1,55 +1,15 @@
 """Replays over real sockets: late joins, gaps, endpoints that are silent, wrong or gone."""
 
-import threading
-
 import pytest
-import zmq
 
 from kvplug import Rank, Router, RouterConfig
 from kvplug.errors import TransportError
+from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.listener import EventListener
-from kvplug.ingest.repair_settings import RepairSettings
-from kvplug.ingest.trust import Trust
-from tests.ingest.publisher import Publisher, message, stored
+from kvplug.ingest.replay import ReplaySettings
+from kvplug.ingest.trust import UNCONFIRMED, Trust
+from tests.ingest.publisher import Publisher, ReplayServer, message, stored
 from tests.waiting import until
-
-END = [b"", b"", b"\xff" * 8, b""]
-
-
-class ReplayServer:
-    """A ROUTER as vLLM's and SGLang's publishers have one; `history` is what it sends again."""
-
-    def __init__(self, *, with_topic=True):
-        self.history, self.asked, self._with_topic = [], [], with_topic
-        self.is_silent = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self):
-        while not self._stopping.is_set():
-            if self._socket.poll(20):
-                client, _, start = self._socket.recv_multipart()
-                self.asked.append(int.from_bytes(start, "big"))
-                if not self.is_silent:
-                    self._answer(client, self.asked[-1])
-
-    def _answer(self, client, start):
-        for topic, number, payload in list(self.history):
-            if int.from_bytes(number, "big") >= start:
-                topics = [topic] if self._with_topic else []
-                self._socket.send_multipart([client, b"", *topics, number, payload])
-        self._socket.send_multipart([client, *END])
-
-    def close(self):
-        self._stopping.set()
-        self._thread.join()
-        self._context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -78,17 +38,17 @@ def follower(router):
     return Follower(router, Rank("w"), settings=settings_of())
 
 
-def settings_of(*, confirm_after_s=60.0, pause_s=0.5):
+def settings_of(*, check_after_s=60.0, pause_s=0.5):
     """By default nothing is asked for in the silence."""
-    return RepairSettings(answer_timeout_s=0.3, confirm_after_s=confirm_after_s, pause_s=pause_s)
+    return ReplaySettings(answer_timeout_s=0.3, check_after_s=check_after_s, pause_s=pause_s)
 
 
 @pytest.fixture
-def listener():
-    listener = EventListener()
-    listener.start()
-    yield listener
-    listener.stop()
+def events():
+    events = EventThread()
+    events.start()
+    yield events
+    events.stop()
 
 
 def names(router):
@@ -96,23 +56,23 @@ def names(router):
         return sorted(int(n) for n in router.index.engine_hashes_of(Rank("w")))
 
 
-async def test_a_late_join_and_a_gap_are_filled(router, follower, listener, publisher, server):
+async def test_a_late_join_and_a_gap_are_filled(router, follower, events, publisher, server):
     server.history = [message(n, stored(10 * n + 1)) for n in range(3)]
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
-    await until(lambda: follower.trust.level is Trust.EXACT, "the late join is exact")
+    await until(lambda: follower.trust is UNCONFIRMED, "the late join is as the replay has it")
     assert names(router) == [1000, 11_000, 21_000]
     server.history += [message(n, stored(10 * n + 1)) for n in range(3, 6)]
     publisher.send(server.history[5])
     await until(lambda: len(names(router)) == 6, "the gap is filled")
     await until(lambda: follower.trust.level is Trust.EXACT, "it is exact again")
-    assert follower.repair.num_missed == 2
-    assert follower.repair.last_repair_s < 10
+    assert follower.sequencer.num_missed == 2
+    assert follower.sequencer.last_repair_s < 10
 
 
-async def test_a_loss_at_the_end_is_found_in_the_silence(router, listener, publisher, server):
-    follower = Follower(router, Rank("w"), settings=settings_of(confirm_after_s=0.2))
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+async def test_a_loss_at_the_end_is_found_in_the_silence(router, events, publisher, server):
+    follower = Follower(router, Rank("w"), settings=settings_of(check_after_s=0.2))
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     server.history = [message(0, stored(1)), message(1, stored(11))]
     publisher.send(server.history[0])  # and the other one is lost
@@ -120,24 +80,22 @@ async def test_a_loss_at_the_end_is_found_in_the_silence(router, listener, publi
 
 
 async def test_another_life_behind_a_connection_that_stays(
-    router, follower, listener, publisher, server
+    router, follower, events, publisher, server
 ):
     server.history = [message(n, stored(10 * n + 1)) for n in range(2)]
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: len(names(router)) == 2, "the first life is known")
     server.history = [message(n, stored(500 + 10 * n)) for n in range(4)]
     publisher.send(server.history[3])
     await until(lambda: names(router) == [500_000, 510_000, 520_000, 530_000], "the other one is")
     await until(lambda: follower.trust.level is Trust.EXACT, "it is exact")
-    assert follower.repair.num_restarts == 1
+    assert follower.sequencer.num_restarts == 1
 
 
-async def test_what_the_buffer_no_longer_has_is_named(
-    router, follower, listener, publisher, server
-):
+async def test_what_the_buffer_no_longer_has_is_named(router, follower, events, publisher, server):
     server.history = [message(n, stored(10 * n + 1)) for n in range(5, 8)]
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: len(names(router)) == 3, "what there is is known")
     reason = "5 event messages are gone from the engine's replay buffer"
@@ -147,10 +105,10 @@ async def test_what_the_buffer_no_longer_has_is_named(
 
 
 async def test_a_gap_that_begins_where_the_buffer_begins_is_filled(
-    router, follower, listener, publisher, server
+    router, follower, events, publisher, server
 ):
     server.history = [message(0, stored(1))]
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: names(router) == [1000], "the first message is applied")
     server.history = [message(n, stored(10 * n + 1)) for n in (1, 2)]
@@ -159,27 +117,29 @@ async def test_a_gap_that_begins_where_the_buffer_begins_is_filled(
     await until(lambda: follower.trust.level is Trust.EXACT, "it is exact again")
 
 
-async def test_a_silent_endpoint_is_named_and_asked_again(router, listener, publisher, server):
+async def test_a_silent_endpoint_is_named_and_asked_again(router, events, publisher, server):
     follower = Follower(router, Rank("w"), settings=settings_of(pause_s=2.0))
     server.is_silent = True
     server.history = [message(n, stored(10 * n + 1)) for n in range(2)]
-    listener.follow(follower, publisher.endpoint, replay=server.endpoint)
+    events.follow(follower, publisher.endpoint, replay=server.endpoint)
     publisher.wait_for_a_subscriber()
     await until(lambda: "does not answer" in (follower.trust.reason or ""), "it is named")
-    assert follower.repair.num_failures == 3
+    assert follower.sequencer.num_failures == 3
     server.is_silent = False
-    await until(lambda: follower.trust.level is Trust.EXACT, "it is asked again")
-    assert names(router) == [1000, 11_000]
+    await until(lambda: names(router) == [1000, 11_000], "it is asked again")
+    server.history.append(message(2, stored(21)))
+    publisher.send(server.history[2])
+    await until(lambda: follower.trust.level is Trust.EXACT, "a live message confirms it")
 
 
-async def test_events_arrive_though_nobody_replays(router, follower, listener, publisher):
-    listener.follow(follower, publisher.endpoint, replay="tcp://127.0.0.1:9")
+async def test_events_arrive_though_nobody_replays(router, follower, events, publisher):
+    events.follow(follower, publisher.endpoint, replay="tcp://127.0.0.1:9")
     publisher.wait_for_a_subscriber()
     publisher.send(message(0, stored(1)))
     await until(lambda: names(router) == [1000], "the live message is applied in the end")
     assert follower.trust.level is Trust.STALE
 
 
-def test_a_replay_endpoint_that_is_none_is_refused(follower, listener, publisher):
+def test_a_replay_endpoint_that_is_none_is_refused(follower, events, publisher):
     with pytest.raises(TransportError, match="nonsense"):
-        listener.follow(follower, publisher.endpoint, replay="nonsense")
+        events.follow(follower, publisher.endpoint, replay="nonsense")

@@ -1,0 +1,111 @@
+"""The messages of a stream that wait, and those that were applied last.
+
+In:  messages.   Out: the same, later; and whether a message was applied before.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+import xxhash
+
+from kvplug.transports.base import Message
+
+_NUM_DIGESTS: Final = 1024
+# What a message without a payload takes in memory.
+_MESSAGE_OVERHEAD_BYTES: Final = 200
+
+
+class PendingMessages:
+    """Live messages that wait for a replay to end: add, drop, take; first, is_rising; len."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._messages: list[Message] = []
+        self._num_bytes, self._max_bytes = 0, max_bytes
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add(self, message: Message) -> None:
+        """Keep it, if there is room: what is left out is a gap, and asked for later."""
+        if self._num_bytes <= self._max_bytes:
+            self._messages.append(message)
+            self._num_bytes += _size_of(message)
+
+    def first(self, num_messages: int) -> list[Message]:
+        """Those that came first."""
+        return self._messages[:num_messages]
+
+    def has_up_to(self, sequence: int | None) -> bool:
+        """Whether a message with at most this number waits."""
+        if sequence is None:
+            return False
+        return any(m.sequence is not None and m.sequence <= sequence for m in self._messages)
+
+    def is_rising(self) -> bool:
+        """Whether none overtook another."""
+        numbers = [m.sequence for m in self._messages if m.sequence is not None]
+        return all(one < other for one, other in pairwise(numbers))
+
+    def drop(self, num_messages: int) -> None:
+        """Leave out the first ones."""
+        self._num_bytes -= sum(map(_size_of, self._messages[:num_messages]))
+        del self._messages[:num_messages]
+
+    def take(self) -> list[Message]:
+        """All messages; none waits any more."""
+        messages = self._messages
+        self._messages, self._num_bytes = [], 0
+        return messages
+
+
+def _size_of(message: Message) -> int:
+    return len(message.payload) + _MESSAGE_OVERHEAD_BYTES
+
+
+# Sequence number, digest of the payload, whether it came live. Plain tuples: one is made for every
+# message.
+_Digest = tuple[int, int, bool]
+_NONE: Final[_Digest] = (-1, 0, False)
+
+
+class RecentDigests:
+    """remember, forget, knows, is_same, was_live; the last 1024 numbers.
+
+    The stock wire names no incarnation of a publisher, but a payload begins with the time of its
+    batch, so two incarnations do not send the same bytes under one number.
+    """
+
+    def __init__(self) -> None:
+        self._digests: list[_Digest] = [_NONE] * _NUM_DIGESTS
+
+    def remember(self, message: Message, *, is_live: bool) -> None:
+        """It was applied; `is_live`: the stream itself brought it, not a replay."""
+        if message.sequence is not None:
+            digest = message.sequence, _digest(message), is_live
+            self._digests[message.sequence % _NUM_DIGESTS] = digest
+
+    def forget(self) -> None:
+        """Another incarnation begins."""
+        self._digests = [_NONE] * _NUM_DIGESTS
+
+    def knows(self, sequence: int) -> bool:
+        """Whether a message with this number is remembered."""
+        return self._digests[sequence % _NUM_DIGESTS][0] == sequence
+
+    def is_same(self, message: Message) -> bool:
+        """Whether this very message is remembered."""
+        if message.sequence is None:
+            return False
+        sequence, digest, _ = self._digests[message.sequence % _NUM_DIGESTS]
+        return sequence == message.sequence and digest == _digest(message)
+
+    def was_live(self, sequence: int) -> bool:
+        """Whether the message with this number came live, as far as that is remembered."""
+        known, _, is_live = self._digests[sequence % _NUM_DIGESTS]
+        return known == sequence and is_live
+
+
+def _digest(message: Message) -> int:
+    return xxhash.xxh3_64_intdigest(message.payload)
