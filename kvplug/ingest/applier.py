@@ -28,6 +28,8 @@ _MAX_RUN_LENGTH = 32
 
 logger = logging.getLogger(__name__)
 
+_REPAIRABLE = {Refusal.UNKNOWN_PARENT.value, "undecodable"}
+
 # Of these the index takes nothing, so that it lacks what the events said.
 _UNUSABLE = {
     Refusal.NO_TOKENS.value,
@@ -47,6 +49,11 @@ class Effect:
 
     cleared: bool = False
     defects: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_repairable(self) -> bool:
+        """Whether a replay may help: what came before was lost or damaged on the way."""
+        return bool(self.defects.keys() & _REPAIRABLE)
 
 
 class Sink(Protocol):

@@ -39,8 +39,7 @@ class ReplayRequest:
 
     asks_everything: `first` is 0, and the answer replaces what is known; otherwise `first` is the
     last message that was applied, and proves that it is the same incarnation.
-    is_check: nothing is known to be missing, and live messages go on. is_probe: it is asked to find
-    out whether an endpoint of no use has become good.
+    is_check: nothing is known to be missing, and live messages go on.
     num_pending: messages that waited when it was asked. The answer is newer than they are.
     is_proved: a message of the answer was accepted as this publisher's; is_confirmed: that message
     had come live.
@@ -52,7 +51,6 @@ class ReplayRequest:
     deadline_s: float
     expires_s: float
     is_check: bool = False
-    is_probe: bool = False
     num_pending: int = 0
     is_proved: bool = False
     is_confirmed: bool = False

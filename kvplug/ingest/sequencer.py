@@ -16,11 +16,11 @@ incarnation of their process, keep the last ones, and send them again from a num
 Whether it is the same incarnation is proved: a replay begins with the last message that was
 applied, and other bytes under its number are another incarnation's.
 
-A replay endpoint may be silent, or another engine's. While it is silent, nothing waits for it: a
-gap clears what was known, as if there were no endpoint, and a check after each pause finds out
-whether it answers again. A message that came live before a request was sent must be in the answer,
-if its number is: an endpoint that contradicts the stream twice is not asked again, but for such
-checks. And what is known from a replay is EXACT only once a live message was found in an answer.
+A replay endpoint may be silent, or another engine's. Nothing waits for one that is silent: a gap
+clears what was known, as if there were none, and a check after each pause finds out whether it
+answers again. A message that came live before a request must be in the answer: an endpoint that
+contradicts the stream twice is used for such checks alone. And what is known from a replay is EXACT
+once a live message was found in an answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
-# A replay may repair these: what came before them was lost or damaged on the way.
-_REPAIRABLE: Final = frozenset(("unknown_parent", "undecodable"))
 # Once may be a restart that nobody saw, between the message and the answer.
 _MAX_CONTRADICTIONS: Final = 2
 
@@ -75,6 +73,7 @@ class Sequencer:
         self._replay_fault: TrustState | None = None
         self._num_contradictions = 0
         self._is_confirmed = self._may_start_over = True
+        self._was_confirmed = False  # since the stream was connected
         self._was_interrupted = False
         self._lost_at_s: float | None = None
         self._given_up: range = range(0)
@@ -96,7 +95,7 @@ class Sequencer:
         """The stream is there (again)."""
         self._lost_at_s = None
         self._schedule.connected()
-        self._num_contradictions = 0
+        self._num_contradictions, self._was_confirmed = 0, False
         if self._replay_fault is trust.REPLAY_SILENT:
             self._replay_fault = None
         if self.last is None:
@@ -154,11 +153,10 @@ class Sequencer:
     def _leading_in_order(self, messages: list[Message], first: int) -> list[Message]:
         if self._is_waiting:
             return []
-        last = at = first
-        expected = self._next - first
-        while last < len(messages) and messages[last].sequence == expected + last:
-            last += 1
-        return messages[at:last]
+        end, offset = first, self._next - first
+        while end < len(messages) and messages[end].sequence == offset + end:
+            end += 1
+        return messages[first:end]
 
     def _apply_live(self, run: list[Message]) -> None:
         if self.last is None and run[0].sequence == 0:
@@ -248,8 +246,7 @@ class Sequencer:
                 self._apply_replayed(request, run)
                 self.replay_failed("the replay left messages out")
                 return
-        if request is not None:
-            self._apply_replayed(request, run)
+        self._apply_replayed(request, run)
 
     def replay_ended(self) -> None:
         """The engine has sent all that it has."""
@@ -285,10 +282,12 @@ class Sequencer:
         """Ask without a known need: for a lost tail, and whether a bad endpoint has become good."""
         if not self.can_replay or not self._schedule.may_ask:
             return
-        is_live = self._was_live_last()
-        if is_live if self._replay_fault is not None else self._is_check_due():
+        fault = self._replay_fault
+        if fault is None and self._known in (trust.REPLAY_SILENT, trust.REPLAY_CONTRADICTS):
+            self._ask(everything=True)  # it has become good, and has what was missed
+        elif self._was_live_last() if fault is not None else self._is_check_due():
             self._ask(is_check=True)
-        elif self._replay_fault is trust.REPLAY_SILENT:
+        elif fault is trust.REPLAY_SILENT:
             self._ask(is_check=True, everything=True)
 
     def _is_check_due(self) -> bool:
@@ -306,7 +305,6 @@ class Sequencer:
             deadline_s=now_s + self._settings.answer_timeout_s,
             expires_s=now_s + self._settings.max_answer_s,
             is_check=is_check,
-            is_probe=self._replay_fault is not None,
             num_pending=len(self._pending),
         )
 
@@ -340,7 +338,7 @@ class Sequencer:
         """What is known gives way to the answer to a request for everything."""
         request.is_proved, request.is_check = True, False
         self._forget()
-        self.last, self._is_confirmed = first - 1, False
+        self.last, self._is_confirmed = first - 1, self._was_confirmed
         self._known = trust.EXACT if first == 0 else trust.truncated(first)
 
     def _accept(self, request: ReplayRequest, sequence: int) -> None:
@@ -351,14 +349,15 @@ class Sequencer:
 
     def _confirm(self) -> None:
         """A message that came live is in an answer: the endpoint is this engine's."""
-        self._is_confirmed, self._num_contradictions = True, 0
+        self._is_confirmed = self._was_confirmed = True
+        self._num_contradictions = 0
 
     def _may_be_new_incarnation(self) -> bool:
         """Whether the connection broke since the last message, or a number went down."""
         return self._was_interrupted or self._pending.has_up_to(self.last)
 
-    def _apply_replayed(self, request: ReplayRequest, run: list[Message]) -> None:
-        if self.request is request and run:
+    def _apply_replayed(self, request: ReplayRequest | None, run: list[Message]) -> None:
+        if request is not None and self.request is request and run:
             request.deadline_s = self._clock() + self._settings.answer_timeout_s
             self.num_recovered += len(run)
             self._schedule.progressed()
@@ -370,7 +369,8 @@ class Sequencer:
             self._end_check()
             return
         if not self._may_be_new_incarnation() and self._was_live_last():
-            self._num_contradictions += 1
+            # An endpoint that never had a live message was another engine's all along.
+            self._num_contradictions += 1 if self._was_confirmed else _MAX_CONTRADICTIONS
         if self._num_contradictions >= _MAX_CONTRADICTIONS:
             self._go_on_without(trust.REPLAY_CONTRADICTS)
             return
@@ -378,14 +378,17 @@ class Sequencer:
         self._ask(everything=True)
 
     def _was_live_last(self) -> bool:
-        return self.last is not None and self.last >= 0 and self._recent.was_live(self.last)
+        """Whether the last message came live, on the connection that there is."""
+        if self.last is None or self.last < 0 or self._was_interrupted:
+            return False
+        return self._recent.was_live(self.last)
 
     def _is_contradicted(self, request: ReplayRequest) -> bool:
         """Whether a message that came live before the request is not what the answer has."""
         if not request.is_proved:  # it is empty
-            return request.num_pending > 0 or (not self._was_interrupted and self._was_live_last())
+            return request.num_pending > 0 or self._was_live_last()
         for message in self._pending.first(request.num_pending):
-            if message.sequence is None or message.sequence > self._next - 1:
+            if message.sequence is None or message.sequence >= self._next:
                 return True
             if self._recent.is_same(message):
                 self._confirm()
@@ -408,19 +411,15 @@ class Sequencer:
             self.last, self._known, self._is_confirmed = -1, trust.EXACT, True
         if request.asks_everything and self._known is trust.EXACT:
             self._may_start_over = True
+        if request.is_confirmed:
+            self._replay_fault = None
         if request.is_check:
-            self._finish_check(request)
+            self._end_check()
+            self._check_on_time()
             return
         self._schedule.heard()
         self.last_repair_s = self._clock() - request.began_s
         self._receive_pending(request.num_pending)
-
-    def _finish_check(self, request: ReplayRequest) -> None:
-        if request.is_confirmed:
-            self._replay_fault = None
-        self._end_check()
-        if request.is_probe and self._may_ask() and self._known is not trust.EXACT:
-            self._ask(everything=True)  # it has what was missed
 
     def _end_check(self) -> None:
         self.request = None
@@ -443,10 +442,10 @@ class Sequencer:
         if self._replay_fault is not fault:
             logger.warning("%s: %s; %s", self._name, fault.reason, fault.cure)
         request, self.request = self.request, None
+        pending = self._pending.take()
+        is_intact = not pending and self._was_live_last() and self._is_confirmed
         self._replay_fault, self._is_confirmed = fault, True
         self._schedule.paused()
-        pending = self._pending.take()
-        is_intact = not pending and not self._was_interrupted and self._was_live_last()
         if is_intact and request is not None and not request.is_proved:
             self._known = fault  # nothing of the answer was applied
             return
@@ -473,7 +472,7 @@ class Sequencer:
             self._known = trust.EXACT
         for reason in effect.defects:
             self._known = trust.unusable(reason)
-        return bool(effect.defects.keys() & _REPAIRABLE)
+        return effect.is_repairable
 
     def _start_over_once(self) -> None:
         if self._may_start_over and self._may_ask():

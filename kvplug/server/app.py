@@ -5,6 +5,7 @@ In:  requests of OpenAI's API.   Out: the workers' answers, /health, /metrics.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,7 @@ class Api:
         health: Health,
     ) -> None:
         self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
+        self._client_timeout_s = config.client_timeout_s
         self._metrics, self._health = metrics, health
         self._started_s = int(time.time())
         self.application = web.Application(
@@ -60,7 +62,7 @@ class Api:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion or a chat: tokenize, route, forward."""
-        raw = await request.read()
+        raw = await self._read(request)
         body = await read_body(raw)
         (model, served), is_chat = self._model_of(body), request.path == _CHAT
         tokens = await self._prompts.tokens_of(
@@ -103,6 +105,14 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         return web.Response(body=self._metrics.render(), headers=self._metrics.headers)
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
+                return await request.read()
+        except TimeoutError as error:
+            message = f"the body did not arrive within {self._client_timeout_s:g} s"
+            raise ApiError(408, message, code="request_timeout") from error
 
     def _model_of(self, body: Body) -> tuple[str, Served]:
         model, names = body.get("model"), sorted(self._fleet.models())

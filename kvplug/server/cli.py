@@ -55,6 +55,8 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         max_body_bytes=arguments.max_body_bytes,
         health_interval_s=arguments.health_interval_s,
         request_timeout_s=arguments.request_timeout_s,
+        client_timeout_s=arguments.client_timeout_s,
+        max_connections=getattr(arguments, "max_connections", None),
         grace_s=arguments.grace_s,
         audit_sample=arguments.audit_sample,
     )
@@ -108,12 +110,16 @@ def _add_door(group: argparse._ArgumentGroup) -> None:
     add("--port", type=int, default=_SERVER.port, help="port to listen on; 0 takes a free one")
     add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer.json and chat template")
     add("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="largest request body")
+    text = "of clients at once (default: as many as there are descriptors for)"
+    add("--max-connections", type=int, default=argparse.SUPPRESS, help=text)
 
 
 def _add_patience(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
     add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
+    text = "for a request to arrive, and for an idle connection to be used again"
+    add("--client-timeout-s", type=float, default=_SERVER.client_timeout_s, help=text)
     add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
 
 

@@ -93,6 +93,8 @@ class ServerConfig:
     max_body_bytes: a larger request body is answered with 413.
     health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
     request_timeout_s: longest silence of a worker within a request.
+    client_timeout_s: for a request to arrive whole, and for an idle connection to be used again.
+    max_connections: of clients at once; None: as many as there are descriptors for.
     grace_s: how long requests in flight may take to end when the router stops.
     audit_sample: share of the requests whose predicted cached tokens are compared with the answer.
     """
@@ -108,6 +110,8 @@ class ServerConfig:
     health_interval_s: float = 2.0
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 600.0
+    client_timeout_s: float = 60.0
+    max_connections: int | None = None
     grace_s: float = 10.0
     audit_sample: float = 1.0
 
@@ -126,8 +130,8 @@ class ServerConfig:
         self._require_topics()
         # aiohttp takes a grace of 0 for no limit at all.
         times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")
-        for name in (*times, "max_body_bytes"):
-            if not getattr(self, name) > 0:
+        for name in (*times, "client_timeout_s", "max_connections", "max_body_bytes"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
     @property

@@ -19,6 +19,7 @@ from kvplug.ingest.trust import Trust
 from kvplug.server.audit_metrics import families_of
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet
+from kvplug.server.listening import Listener
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy, WorkerCounts
 
@@ -54,11 +55,13 @@ class Metrics:
         proxy: Proxy,
         prompts: Prompts,
         diagnosis: Diagnosis,
+        listener: Listener,
     ) -> None:
         self.headers = {"Content-Type": CONTENT_TYPE_LATEST}
         self._registry = CollectorRegistry()
         self._registry.register(_Readings(router, fleet, proxy, prompts))
         self._registry.register(_Findings(diagnosis))
+        self._registry.register(_Connections(listener))
 
     def render(self) -> bytes:
         """Prometheus text format."""
@@ -80,6 +83,16 @@ class _Findings(Collector):
         for worker, code in sorted(self._diagnosis.seen):
             family.add_metric([worker, code.value], (worker, code) in found)
         yield family
+
+
+class _Connections(Collector):
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def collect(self) -> Iterator[Metric]:
+        text = "connections refused for want of descriptors, or beyond --max-connections"
+        refused = self._listener.num_refused
+        yield CounterMetricFamily("kvplug_connections_refused", text, refused)
 
 
 class _Readings(Collector):

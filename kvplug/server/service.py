@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -19,12 +18,12 @@ from typing import Self
 from aiohttp import web
 
 from kvplug.audit.router import AuditedRouter
-from kvplug.errors import TransportError
 from kvplug.server.app import Api
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
+from kvplug.server.listening import Listener, max_connections, raise_descriptor_limit
 from kvplug.server.metrics import Metrics
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Proxy
@@ -52,9 +51,16 @@ class RouterService:
             self.diagnosis = Diagnosis(self.config, self.fleet, self.router, prompts, session)
             started.push_async_callback(self.diagnosis.stop)
             self.diagnosis.start()
+            config = self.config
+            self._listener = Listener(
+                max_connections=config.max_connections or max_connections(len(config.workers)),
+                first_request_timeout_s=config.client_timeout_s,
+            )
             self._runner = self._make_runner(prompts)
             started.push_async_callback(self._runner.cleanup)
-            await self._listen()
+            await self._runner.setup()
+            await self._listener.start(self._runner, self.config.host, self.config.port)
+            started.callback(self._listener.stop)
             self._started = started.pop_all()
         return self
 
@@ -69,43 +75,29 @@ class RouterService:
     @property
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._listener.address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
-        metrics = Metrics(self.router, self.fleet, self.proxy, prompts, self.diagnosis)
+        listener = self._listener
+        metrics = Metrics(self.router, self.fleet, self.proxy, prompts, self.diagnosis, listener)
         health = Health(self.fleet, self.router, self.diagnosis)
         api = Api(self.config, self.fleet, self.proxy, prompts, metrics, health)
+        api.application.middlewares.insert(0, listener.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.
         return web.AppRunner(
             api.application,
             handler_cancellation=True,
-            shutdown_timeout=self.config.grace_s,
+            keepalive_timeout=self.config.client_timeout_s,
+            # aiohttp waits for a handler to end, and as long again once it is cancelled.
+            shutdown_timeout=self.config.grace_s / 2,
             access_log=None,
         )
-
-    async def _listen(self) -> None:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.config.host, self.config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            address = f"{self.config.host}:{self.config.port}"
-            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
-
-
-def _raise_descriptor_limit() -> None:
-    """A stream takes two descriptors, and 1,024, the usual soft limit, is for programs that use
-    select(2), which this one does not.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once."""
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

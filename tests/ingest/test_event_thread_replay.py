@@ -7,7 +7,7 @@ from kvplug.errors import TransportError
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import ReplaySettings
-from kvplug.ingest.trust import UNCONFIRMED, Trust
+from kvplug.ingest.trust import REPLAY_CONTRADICTS, UNCONFIRMED, Trust
 from tests.ingest.publisher import Publisher, ReplayServer, message, stored
 from tests.waiting import until
 
@@ -143,3 +143,43 @@ async def test_events_arrive_though_nobody_replays(router, follower, events, pub
 def test_a_replay_endpoint_that_is_none_is_refused(follower, events, publisher):
     with pytest.raises(TransportError, match="nonsense"):
         events.follow(follower, publisher.endpoint, replay="nonsense")
+
+
+@pytest.fixture
+def two_engines():
+    """(publisher, replay server) of each."""
+    engines = [(Publisher(), ReplayServer()) for _ in range(2)]
+    yield engines
+    for publisher, server in engines:
+        server.close()
+        publisher.destroy()
+
+
+async def test_replay_endpoints_that_are_swapped_are_found_out(events, two_engines):
+    router = Router(RouterConfig(block_size=4))
+    followers, histories = [], []
+    for i, (_, server) in enumerate(two_engines):
+        router.add_worker(f"w{i}")
+        followers.append(Follower(router, Rank(f"w{i}"), settings=settings_of(pause_s=60.0)))
+        histories.append([message(n, stored(1000 * i + 10 * n + 1)) for n in range(5)])
+        server.history = list(histories[i])
+
+    def has_only_its_own(i):
+        with router._lock:
+            known = {int(n) // 1_000_000 for n in router.index.engine_hashes_of(Rank(f"w{i}"))}
+        return known == {i}
+
+    for i, (publisher, _) in enumerate(two_engines):
+        swapped = two_engines[1 - i][1].endpoint
+        events.follow(followers[i], publisher.endpoint, replay=swapped)
+        publisher.wait_for_a_subscriber()
+    await until(lambda: all(f.trust is UNCONFIRMED for f in followers), "both have replayed")
+    for n in range(5, 12):
+        for i, (publisher, server) in enumerate(two_engines):
+            server.history.append(message(n, stored(1000 * i + 10 * n + 1)))
+            publisher.send(server.history[n])
+            assert followers[i].trust.level is not Trust.EXACT
+    await until(lambda: all(f.trust is REPLAY_CONTRADICTS for f in followers), "both are found out")
+    for i, (publisher, _) in enumerate(two_engines):
+        publisher.send(message(12, stored(1000 * i + 121)))
+    await until(lambda: has_only_its_own(0) and has_only_its_own(1), "nobody has other blocks")

@@ -1,0 +1,108 @@
+"""Accepting connections: only as many as there are descriptors for, and none that is not used.
+
+In:  the runner of an application, an address.   Out: a listening server.
+
+A client that connects and says nothing holds a descriptor, and a stream holds two. Without a limit
+the router runs out of them, and then it cannot reach its workers or follow their events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Final, cast
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from kvplug.errors import TransportError
+
+# For what is open beside clients and their streams: sockets of events, of health checks, files.
+_RESERVED_DESCRIPTORS: Final = 100
+_DESCRIPTORS_PER_WORKER: Final = 8
+_DESCRIPTORS_PER_STREAM: Final = 2
+_MIN_CONNECTIONS: Final = 16
+_UNLIMITED: Final = 2**20
+
+_BODY: Final = (
+    b'{"error": {"message": "the router has as many connections as it may; try again later", '
+    b'"type": "server_error", "param": null, "code": "router_overloaded"}}'
+)
+_REFUSAL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
+)
+
+
+def raise_descriptor_limit() -> None:
+    """1,024, the usual soft limit, is for programs that use select(2); this one does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_connections(num_workers: int) -> int:
+    """How many clients the process has descriptors for, if each has a stream open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = _UNLIMITED
+    left = limit - _RESERVED_DESCRIPTORS - _DESCRIPTORS_PER_WORKER * num_workers
+    return max(_MIN_CONNECTIONS, left // _DESCRIPTORS_PER_STREAM)
+
+
+class Listener:
+    """start, stop. Read: address, num_refused. The application gets its `middleware`."""
+
+    def __init__(self, *, max_connections: int, first_request_timeout_s: float) -> None:
+        """A connection without a whole head of a request is closed after the timeout."""
+        self.num_refused = 0
+        self._max_connections, self._timeout_s = max_connections, first_request_timeout_s
+        self._unused: set[asyncio.BaseProtocol] = set()
+
+        @web.middleware
+        async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._unused.discard(request.protocol)
+            return await handler(request)
+
+        self.middleware: Middleware = note_request
+
+    async def start(self, runner: web.AppRunner, host: str, port: int) -> None:
+        """Listen for the application. TransportError if the address cannot be had."""
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None, "runner.setup() first"
+
+        def accept() -> asyncio.Protocol:
+            if len(server.connections) >= self._max_connections:
+                self.num_refused += 1
+                return _Refusal()
+            protocol = server()
+            self._unused.add(protocol)
+            loop.call_later(self._timeout_s, self._close_unused, protocol)
+            return protocol
+
+        try:
+            self._server = await loop.create_server(accept, host, port, backlog=1024)
+        except OSError as error:
+            raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, the port that was taken."""
+        return cast("tuple[str, int]", self._server.sockets[0].getsockname()[:2])
+
+    def stop(self) -> None:
+        """Accept no more; connections stay."""
+        self._server.close()
+
+    def _close_unused(self, protocol: web.RequestHandler) -> None:
+        if protocol in self._unused:
+            self._unused.discard(protocol)
+            protocol.force_close()
+
+
+class _Refusal(asyncio.Protocol):
+    """Says that there are too many connections, and hangs up."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(_REFUSAL)
+        transport.close()
