@@ -37,6 +37,10 @@ check: $(READY)  ## lint, format, types, import contracts, spelling
 	$(BIN)/lint-imports
 	$(BIN)/codespell kvplug tests examples docs README.md CHANGELOG.md
 
+.PHONY: docs
+docs: $(READY)  ## write the tables of docs/settings.md from the settings of the code
+	$(BIN)/python -m tests.settings_tables
+
 .PHONY: format
 format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""The door: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
+"""The entry point: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ def main() -> int:
         return 1
     if is_doctor:
         return doctor.main(sys.argv[2:])
-    config, log_level = parse()
+    config, log_level = parse(environ=os.environ)
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -1,4 +1,4 @@
-"""RouterConfig: the knobs of an in-process router, checked once.
+"""RouterConfig: the settings of an in-process router, checked once.
 
 In:  numbers and names.   Out: a frozen object, or a ConfigError that says what was expected.
 """
@@ -11,84 +11,145 @@ from typing import Literal, get_args
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.index.bounds import Bounds
-from kvplug.setting import finite, shown, whole
+from kvplug.setting import (
+    AT_LEAST_0,
+    FINITE_ABOVE_0,
+    SHARE,
+    SWITCH,
+    Limits,
+    check_settings,
+    count,
+    finite,
+    setting,
+    whole,
+)
 
 Mode = Literal["kv", "round_robin"]
 Cost = Literal["ms", "blocks"]
 
+_BLOCK_SIZE = Limits(
+    f"in [1, {MAX_BLOCK_SIZE}] and a whole number",
+    lambda value: value is None or 1 <= whole(value) <= MAX_BLOCK_SIZE,
+)
+_SLO = Limits("a number above 0, or None", lambda value: value is None or finite(value) > 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How requests are routed.
+    """How requests are routed."""
 
-    block_size: tokens per block of workers that are added without one; None takes it from their
-    events.
-    mode: `kv` goes by cost, `round_robin` by turns.
-    cost: `ms`, what a choice costs the fleet in milliseconds; `blocks`, the weighted sum of blocks
-    to prefill and to decode. None is `blocks` if a weight is given, else `ms` (docs/routing.md).
-    overlap_score_weight: what a block to prefill costs in blocks to decode, 1 if not given; 0 is
-    pure load. Of no meaning for the cost in ms, and refused there.
-    ttft_slo_ms, itl_slo_ms: a rank that is predicted to miss one is chosen only if all are.
-    temperature: 0 takes the lowest cost; above, softmax over costs rescaled to [0, 1].
-    speculative_ttl_s: how long a routed prompt counts as cached until the engine says so; 0 is off.
-    use_kv_events: False is the approximate mode: events are refused, and a routed prompt counts as
-    cached where it went for approximate_ttl_s after the last request that had it.
-    stale_worth: what the blocks of a rank count for while some of its events are missing, 0 to 1.
-    max_index_blocks, max_index_bytes: bounds of each index (one per model and block size); past
-    them the tails of prefixes that were used longest ago go. None is no bound.
-    request_expiry_s: a request that nobody finishes stops counting as load after this time.
-    """
-
-    block_size: int | None = None
-    mode: Mode = "kv"
-    cost: Cost | None = None
-    overlap_score_weight: float | None = None
-    ttft_slo_ms: float | None = None
-    itl_slo_ms: float | None = None
-    temperature: float = 0.0
-    speculative_ttl_s: float = 2.0
-    use_kv_events: bool = True
-    approximate_ttl_s: float = 120.0
-    stale_worth: float = 0.5
-    max_index_blocks: int | None = None
-    max_index_bytes: int | None = None
-    request_expiry_s: float = 600.0
+    block_size: int | None = setting(
+        None,
+        "tokens per block of workers that name none of their own. By default a worker has the "
+        "size of the first blocks that it stores; blocks of another size are refused, named in "
+        "the log and counted as `block_size`",
+        limits=_BLOCK_SIZE,
+        flag="--block-size",
+        default_text="from the events",
+    )
+    mode: Mode = setting(
+        "kv",
+        "`kv`: by cached prefix and load; `round_robin`: by turns",
+        flag="--router-mode, --mode",
+    )
+    cost: Cost | None = setting(
+        None,
+        "`ms`: what a choice costs the fleet in milliseconds ([routing](routing.md)); `blocks`:"
+        " blocks to prefill and to decode, weighted. A weight alone selects `blocks`",
+        limits=Limits(
+            f"one of {', '.join(get_args(Cost))}, or None",
+            lambda value: value in (None, *get_args(Cost)),
+        ),
+        flag="--cost",
+        default_text="ms",
+    )
+    overlap_score_weight: float | None = setting(
+        None,
+        "go by the cost in blocks: what a block to prefill costs in blocks to decode. Higher "
+        "favours the cache (TTFT), 0 is pure load balancing",
+        limits=AT_LEAST_0.or_none,
+        flag="--kv-overlap-score-weight",
+    )
+    ttft_slo_ms: float | None = setting(
+        None,
+        "a worker that is predicted to take longer to the first token gets the request only if "
+        "all are",
+        limits=_SLO,
+        flag="--ttft-slo-ms",
+    )
+    itl_slo_ms: float | None = setting(
+        None,
+        "the same for the time between two tokens of an answer",
+        limits=_SLO,
+        flag="--itl-slo-ms",
+    )
+    temperature: float = setting(
+        0.0,
+        "0 takes the lowest cost; above 0, softmax over costs rescaled to [0, 1]",
+        limits=AT_LEAST_0,
+        flag="--router-temperature",
+    )
+    speculative_ttl_s: float = setting(
+        2.0,
+        "how long a routed prompt counts as cached until the engine says so; 0 is off",
+        limits=AT_LEAST_0,
+        flag="--speculative-ttl-s",
+    )
+    use_kv_events: bool = setting(
+        True,
+        "the approximate mode ([how](how-it-works.md#without-events)), for engines without KV "
+        "events: none is received, `events=`, `replay=`, `topic=` and `--events-bind` are not "
+        "used, and a routed prompt counts as cached where it went. Name the engines' "
+        "`--block-size`: without events it is 16",
+        limits=SWITCH,
+        flag="--no-kv-events",
+        default_text="off",
+    )
+    approximate_ttl_s: float = setting(
+        120.0,
+        "with `--no-kv-events`: for how long, after the last request that had it",
+        limits=FINITE_ABOVE_0,
+        flag="--approximate-ttl-s",
+    )
+    stale_worth: float = setting(
+        0.5,
+        "what the blocks of a worker count for while some of its events are missing, 0 to 1, "
+        "until the [audit](audit.md) has measured it",
+        limits=SHARE,
+        flag="--stale-worth",
+    )
+    max_index_blocks: int | None = setting(
+        None,
+        "distinct blocks that each index (one per model and block size) holds at most; past it "
+        "the tails of prefixes that were used longest ago go",
+        flag="--max-index-blocks",
+        parse=count,
+    )
+    max_index_bytes: int | None = setting(
+        None,
+        "memory that the tables of each index take at most; a table that grows needs its new "
+        "and its old memory for a moment, and buffers as large as the largest event come on top",
+        flag="--max-index-bytes",
+        parse=count,
+    )
+    request_expiry_s: float = setting(
+        600.0,
+        "a request that nobody finishes stops counting as load after this time; longer answers "
+        "need more",
+        limits=FINITE_ABOVE_0,
+        flag="--request-expiry-s",
+    )
 
     def __post_init__(self) -> None:
-        if self.block_size is not None:
-            fits = 1 <= whole(self.block_size) <= MAX_BLOCK_SIZE
-            self._require(fits, "block_size", f"in [1, {MAX_BLOCK_SIZE}] and a whole number")
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")
-        for name in ("temperature", "speculative_ttl_s"):
-            fits = finite(getattr(self, name)) >= 0
-            self._require(fits, name, "a finite number of at least 0")
-        self._require_cost()
-        self._require(isinstance(self.use_kv_events, bool), "use_kv_events", "True or False")
+        check_settings(self)
         _ = self.bounds  # checks itself
-        self._require(0 <= finite(self.stale_worth) <= 1, "stale_worth", "a number in [0, 1]")
-        # No end would be a leak: what nobody finishes or renews has to go some day.
-        for name in ("request_expiry_s", "approximate_ttl_s"):
-            self._require(finite(getattr(self, name)) > 0, name, "a finite number above 0")
-
-    def _require_cost(self) -> None:
-        fits = self.cost in (None, *get_args(Cost))
-        self._require(fits, "cost", f"one of {', '.join(get_args(Cost))}, or None")
-        weight = self.overlap_score_weight
-        fits = weight is None or finite(weight) >= 0
-        self._require(fits, "overlap_score_weight", "a finite number of at least 0, or None")
-        if self.cost == "ms" and weight is not None:
+        if self.cost == "ms" and self.overlap_score_weight is not None:
             raise ConfigError(
-                f"overlap_score_weight is a weight of the cost in blocks, got {weight} with "
-                "cost='ms'"
+                "overlap_score_weight is a weight of the cost in blocks, got "
+                f"{self.overlap_score_weight} with cost='ms'"
             )
-        for name in ("ttft_slo_ms", "itl_slo_ms"):
-            limit = getattr(self, name)
-            self._require(limit is None or finite(limit) > 0, name, "a number above 0, or None")
-
-    def _require(self, fits: bool, name: str, expected: str) -> None:
-        if not fits:
-            raise ConfigError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
     @property
     def is_cost_in_ms(self) -> bool:

@@ -1,231 +1,129 @@
-"""The command line of `python -m kvplug.router`.
+"""The command line of `python -m kvplug.router`, made from the settings of the configuration.
 
-In:  argv.   Out: a ServerConfig, or exit code 2 with one sentence.
+In:  argv, environment variables.   Out: a ServerConfig, or exit code 2 with one sentence.
+
+Each flag has a variable, which counts where the flag is not given: `--max-body-bytes` is
+KVPLUG_MAX_BODY_BYTES. Several workers are separated by spaces.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
-from typing import get_args
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import Field
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvplug._version import __version__
 from kvplug.errors import ConfigError
-from kvplug.router.config import Cost, Mode, RouterConfig
+from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.setting import Setting, settings_of
 
-_MAX_COUNT = 2**63 - 1
-_ROUTER, _SERVER = RouterConfig(), ServerConfig(workers=(WorkerSpec(url="http://127.0.0.1"),))
+_PROGRAM: Final = "python -m kvplug.router"
+_DESCRIPTION: Final = (
+    "An OpenAI-compatible router that sends each request to the engine that already holds its "
+    "prefix in KV cache. Each flag has an environment variable: --max-body-bytes is "
+    "KVPLUG_MAX_BODY_BYTES."
+)
+_PREFIX: Final = "KVPLUG_"
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_ON: Final = ("1", "true", "yes", "on")
+_OFF: Final = ("0", "false", "no", "off", "")
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[ServerConfig, str]:
+def parse(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = MappingProxyType({})
+) -> tuple[ServerConfig, str]:
     """The configuration and the log level; leaves the process with code 2 on bad arguments."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_DESCRIPTION, allow_abbrev=False)
     try:
-        return _config(arguments), arguments.log_level
+        _add_flags(parser, environ)
+        arguments = vars(parser.parse_args(argv))
+        log_level = arguments.pop("log_level")
+        arguments["workers"] = arguments["workers"] or _workers_of(environ)
+        router = RouterConfig(**_taken(arguments, RouterConfig))
+        config = ServerConfig(router=router, **_taken(arguments, ServerConfig))
     except ConfigError as error:
         parser.error(str(error))
+    return config, log_level
 
 
-def _config(arguments: argparse.Namespace) -> ServerConfig:
-    router = RouterConfig(
-        block_size=getattr(arguments, "block_size", None),
-        mode=arguments.router_mode,
-        cost=arguments.cost,
-        overlap_score_weight=arguments.kv_overlap_score_weight,
-        ttft_slo_ms=arguments.ttft_slo_ms,
-        itl_slo_ms=arguments.itl_slo_ms,
-        temperature=arguments.router_temperature,
-        speculative_ttl_s=arguments.speculative_ttl_s,
-        use_kv_events=arguments.use_kv_events,
-        approximate_ttl_s=arguments.approximate_ttl_s,
-        max_index_blocks=arguments.max_index_blocks,
-        max_index_bytes=arguments.max_index_bytes,
-    )
-    return ServerConfig(
-        workers=tuple(WorkerSpec.parse(text) for text in arguments.worker),
-        host=arguments.host,
-        port=arguments.port,
-        router=router,
-        tokenizer=arguments.tokenizer,
-        worker_api_key_file=arguments.worker_api_key_file,
-        events_bind=arguments.events_bind,
-        max_body_bytes=arguments.max_body_bytes,
-        health_interval_s=arguments.health_interval_s,
-        request_timeout_s=arguments.request_timeout_s,
-        client_timeout_s=arguments.client_timeout_s,
-        max_connections=getattr(arguments, "max_connections", None),
-        grace_s=arguments.grace_s,
-        audit_sample=arguments.audit_sample,
-    )
+def variable_of(known: Setting) -> str:
+    """The environment variable of a flag."""
+    return _PREFIX + known.flags[0].removeprefix("--").replace("-", "_").upper()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvplug.router",
-        description="An OpenAI-compatible front door that sends each request to the engine that "
-        "already holds its prefix in KV cache.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+def _taken(arguments: Mapping[str, Any], config: type[Any]) -> dict[str, Any]:
+    names = {each.name for each, _ in settings_of(config)}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def _workers_of(environ: Mapping[str, str]) -> tuple[WorkerSpec, ...]:
+    return tuple(map(WorkerSpec.parse, environ.get(_PREFIX + "WORKER", "").split()))
+
+
+def _add_flags(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     parser.add_argument("--version", action="version", version=f"kvplug {__version__}")
-    _add_serving(parser.add_argument_group("serving"))
-    _add_routing(parser.add_argument_group("routing"))
-    return parser
+    for title, config in (("serving", ServerConfig), ("routing", RouterConfig)):
+        group, hints = parser.add_argument_group(title), get_type_hints(config)
+        for each, known in settings_of(config):
+            _add_flag(group, each, known, hints[each.name], environ)
+    log_level = environ.get(_PREFIX + "LOG_LEVEL", "info")
+    levels = f"{', '.join(_LOG_LEVELS)} (info)"
+    parser.add_argument("--log-level", default=log_level, type=_log_level, metavar="X", help=levels)
 
 
-def _add_serving(group: argparse._ArgumentGroup) -> None:
-    _add_engines(group)
-    _add_door(group)
-    _add_patience(group)
-    _add_reports(group)
+def _add_flag(
+    group: argparse._ArgumentGroup,
+    each: Field[Any],
+    known: Setting,
+    hint: object,
+    environ: Mapping[str, str],
+) -> None:
+    default = known.default_text or ("none" if each.default is None else each.default)
+    options: dict[str, Any] = {"dest": each.name, "help": _plain(f"{known.meaning} ({default})")}
+    given = environ.get(variable_of(known))
+    kind = _kind_of(hint)
+    if kind is bool:
+        # The flag turns the default around.
+        turned = given is not None and _is_on(variable_of(known), given)
+        is_on = bool(each.default) != turned
+        group.add_argument(*known.flags, action="store_false", default=is_on, **options)
+        return
+    if each.name == "workers":
+        options["action"] = "append"
+    else:
+        # argparse parses a default that is a text as if it were given.
+        options["default"] = each.default if given is None else given
+    if get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    else:
+        options |= {"type": known.parse or kind, "metavar": known.metavar or "X"}
+    group.add_argument(*known.flags, **options)
 
 
-def _add_engines(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--worker",
-        action="append",
-        default=[],
-        metavar="URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]",
-        help="an engine and where it publishes its KV events; repeat for each engine",
-    )
-    group.add_argument(
-        "--worker-api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="holds the key that engines demand, for what the router asks on its own",
-    )
-    group.add_argument(
-        "--events-bind",
-        metavar="ENDPOINT",
-        help="where engines connect to that do not let the router connect to them",
-    )
+def _kind_of(hint: object) -> object:
+    """The type of a setting's values, None left aside."""
+    if get_origin(hint) in (Union, UnionType):
+        [hint] = [each for each in get_args(hint) if each is not NoneType]
+    return hint
 
 
-def _add_door(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--host", default=_SERVER.host, help="address to listen on")
-    add("--port", type=int, default=_SERVER.port, help="port to listen on; 0 takes a free one")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer.json and chat template")
-    add("--max-body-bytes", type=int, default=_SERVER.max_body_bytes, help="largest request body")
-    text = "of clients at once (default: as many as there are descriptors for)"
-    add("--max-connections", type=int, default=argparse.SUPPRESS, help=text)
+def _log_level(text: str) -> str:
+    if text.lower() not in _LOG_LEVELS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(_LOG_LEVELS)}, got {text!r}")
+    return text.lower()
 
 
-def _add_patience(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--health-interval-s", type=float, default=_SERVER.health_interval_s, help="between looks")
-    add("--request-timeout-s", type=float, default=_SERVER.request_timeout_s, help="of silence")
-    text = "for a request to arrive, and for an idle connection to be used again"
-    add("--client-timeout-s", type=float, default=_SERVER.client_timeout_s, help=text)
-    add("--grace-s", type=float, default=_SERVER.grace_s, help="for requests in flight at stop")
+def _is_on(variable: str, text: str) -> bool:
+    if text.lower() not in (*_ON, *_OFF):
+        raise ConfigError(f"{variable}: expected 1 or 0, got {text!r}")
+    return text.lower() in _ON
 
 
-def _add_reports(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--audit-sample",
-        type=float,
-        default=_SERVER.audit_sample,
-        help="share of requests whose "
-        "predicted cached tokens are compared with the answer; 0 is off",
-    )
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help=" ")
-
-
-def _add_routing(group: argparse._ArgumentGroup) -> None:
-    _add_mode(group)
-    _add_costs(group)
-    _add_slos(group)
-    _add_index_bounds(group)
-    _add_approximation(group)
-
-
-def _add_mode(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--router-mode",
-        "--mode",
-        choices=get_args(Mode),
-        default=_ROUTER.mode,
-        help="kv: by cached prefix and load; round_robin: by turns",
-    )
-    add(
-        "--block-size",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="tokens per block of workers that name none (default: what their events say)",
-    )
-
-
-def _add_costs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--cost",
-        choices=get_args(Cost),
-        help="ms: what a choice costs the fleet in milliseconds; blocks: blocks to prefill and to "
-        "decode (default: ms, blocks if a weight is given)",
-    )
-    add(
-        "--kv-overlap-score-weight",
-        type=float,
-        help="go by the cost in blocks: what a block to prefill costs in blocks to decode; 0 "
-        "routes by load alone",
-    )
-    add(
-        "--router-temperature",
-        type=float,
-        default=_ROUTER.temperature,
-        help="0 takes the lowest cost; above 0, softmax over the costs",
-    )
-    add(
-        "--speculative-ttl-s",
-        type=float,
-        default=_ROUTER.speculative_ttl_s,
-        help="how long a routed prompt counts as cached until the engine says so; 0 is off",
-    )
-
-
-def _add_slos(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--ttft-slo-ms", type=float, help="avoid workers predicted to take longer to first token")
-    add("--itl-slo-ms", type=float, help="avoid workers predicted to take longer between tokens")
-
-
-def _count(text: str) -> int:
-    """What the tables of an index can count to; Bounds knows how little is too little."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = _MAX_COUNT + 1
-    if number > _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
-    return number
-
-
-def _add_index_bounds(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--max-index-blocks",
-        type=_count,
-        help="distinct blocks that each index holds at most; the tails used longest ago go first",
-    )
-    add("--max-index-bytes", type=_count, help="memory that each index takes at most")
-
-
-def _add_approximation(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--no-kv-events",
-        dest="use_kv_events",
-        action="store_false",
-        help="use no events: what was routed to a worker counts as cached there for a while",
-    )
-    add(
-        "--approximate-ttl-s",
-        type=float,
-        default=_ROUTER.approximate_ttl_s,
-        help="with --no-kv-events: for how long after the last request that had it",
-    )
+def _plain(markdown: str) -> str:
+    """For --help: links and code without their marks."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)
+    return text.replace("`", "").replace("%", "%%")

@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.router.config import RouterConfig
+from kvplug.setting import ABOVE_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
 
+_WORKER = "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]"
 _FORM = (
-    "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N], like "
-    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
+    f"{_WORKER}, like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
 _KEYS = ("events", "replay", "topic", "block_size")
 
@@ -43,10 +44,10 @@ class WorkerSpec:
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
-        for setting in settings:
-            key, equals, value = setting.partition("=")
+        for part in settings:
+            key, equals, value = part.partition("=")
             if key not in _KEYS or not equals or key in values:
-                raise ConfigError(f"worker {text!r}: cannot read {setting!r}; expected {_FORM}")
+                raise ConfigError(f"worker {text!r}: cannot read {part!r}; expected {_FORM}")
             values[key] = value
         for key in {"events", "replay"} & values.keys():
             if "://" not in values[key]:
@@ -83,56 +84,108 @@ def _require_http(url: str, text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the standalone router serves.
+    """How the standalone router serves; `router`: how it routes."""
 
-    workers: the engines. tokenizer: folder with tokenizer.json and chat template; by default the
-    folder that a worker names for its model, if it is on this machine.
-    worker_api_key_file: holds the key of workers that demand one (vLLM's --api-key), for what the
-    router asks on its own; clients send theirs.
-    events_bind: endpoint that engines connect to with their events; None: none does.
-    max_body_bytes: a larger request body is answered with 413.
-    health_interval_s: between two looks at a worker. connect_timeout_s: to reach a worker.
-    request_timeout_s: longest silence of a worker within a request.
-    client_timeout_s: for a request to arrive whole, and for an idle connection to be used again.
-    max_connections: of clients at once; None: as many as there are descriptors for.
-    grace_s: how long requests in flight may take to end when the router stops.
-    audit_sample: share of the requests whose predicted cached tokens are compared with the answer.
-    """
-
-    workers: tuple[WorkerSpec, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
+    workers: tuple[WorkerSpec, ...] = setting(
+        (),
+        "an engine; repeat for each. `events` is where it publishes KV events "
+        "(`tcp://host:port`), `replay` where it sends them again (its `replay_endpoint`): with "
+        "it, lost events are fetched instead of missed, `topic` narrows the subscription, "
+        "`block_size` goes before `--block-size`. Without `events` its cache is unknown and "
+        "only load counts",
+        flag=f"--worker {_WORKER}",
+        default_text="required",
+        parse=WorkerSpec.parse,
+    )
+    host: str = setting("127.0.0.1", "address to listen on", flag="--host")
+    port: int = setting(
+        8000,
+        "port to listen on; 0 takes a free one and logs it",
+        limits=Limits("in [0, 65535]", lambda value: 0 <= whole(value) < 2**16),
+        flag="--port",
+    )
     router: RouterConfig = field(default_factory=RouterConfig)
-    tokenizer: Path | None = None
-    worker_api_key_file: Path | None = None
-    events_bind: str | None = None
-    max_body_bytes: int = 32 * 2**20
-    health_interval_s: float = 2.0
-    connect_timeout_s: float = 5.0
-    request_timeout_s: float = 600.0
-    client_timeout_s: float = 60.0
-    max_connections: int | None = None
-    grace_s: float = 10.0
-    audit_sample: float = 1.0
+    tokenizer: Path | None = setting(
+        None,
+        "`tokenizer.json`, `tokenizer_config.json` and the chat template. By default the folder"
+        " that the engine names for its model, if it is on this machine",
+        flag="--tokenizer FOLDER",
+        default_text="the model's folder",
+    )
+    worker_api_key_file: Path | None = setting(
+        None,
+        "holds the key of engines that demand one (`vllm serve --api-key`), for what the router"
+        " asks on its own: models, metrics, probes. Requests go to the engine with the key that"
+        " the client sent, or with none",
+        flag="--worker-api-key-file FILE",
+    )
+    events_bind: str | None = setting(
+        None,
+        "where engines connect to with their events (`tcp://*:5557`), told apart by topic: the "
+        "`--worker` of each has `topic=kv@POD@MODEL` and no `events` "
+        "([events](events.md#who-connects-to-whom))",
+        flag="--events-bind ENDPOINT",
+    )
+    max_body_bytes: int = setting(
+        32 * 2**20,
+        "a larger request body is answered with 413",
+        limits=ABOVE_0,
+        flag="--max-body-bytes",
+    )
+    health_interval_s: float = setting(
+        2.0, "between two looks at a worker", limits=ABOVE_0, flag="--health-interval-s"
+    )
+    connect_timeout_s: float = setting(
+        5.0,
+        "for a connection to a worker, and for its answer to a look",
+        limits=ABOVE_0,
+        flag="--connect-timeout-s",
+    )
+    request_timeout_s: float = setting(
+        600.0,
+        "longest silence of a worker within a request, then 504",
+        limits=ABOVE_0,
+        flag="--request-timeout-s",
+    )
+    client_timeout_s: float = setting(
+        60.0,
+        "for a client's request to arrive whole, then 408, and for an idle connection to be "
+        "used again, then it is closed",
+        limits=ABOVE_0,
+        flag="--client-timeout-s",
+    )
+    max_connections: int | None = setting(
+        None,
+        "of clients at once; one more is answered with 503 and closed. By default half of what "
+        "`ulimit -Hn` leaves beside the workers, as a stream takes two descriptors",
+        limits=Limits("above 0", lambda value: value is None or whole(value) > 0),
+        flag="--max-connections",
+        default_text="by the descriptors",
+    )
+    grace_s: float = setting(
+        10.0,
+        "how long requests in flight may take to end when the router stops",
+        limits=ABOVE_0,
+        flag="--grace-s",
+    )
+    audit_sample: float = setting(
+        1.0,
+        "share of the requests whose predicted cached tokens are compared with the answer "
+        "([audit](audit.md)); 0 is off",
+        limits=Limits("in [0, 1]", lambda value: 0 <= finite(value) <= 1),
+        flag="--audit-sample",
+    )
 
     def __post_init__(self) -> None:
         if not self.workers:
             raise ConfigError(f"no workers: name at least one with --worker {_FORM}")
         for name in ("url", "events", "replay"):
             self._require_distinct(name)
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        check_settings(self)
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
         _ = self.worker_api_key  # checks itself
-        if not 0 <= self.audit_sample <= 1:
-            raise ConfigError(f"audit_sample must be in [0, 1], got {self.audit_sample}")
         self._require_topics()
-        # aiohttp takes a grace of 0 for no limit at all.
-        times = ("health_interval_s", "connect_timeout_s", "request_timeout_s", "grace_s")
-        for name in (*times, "client_timeout_s", "max_connections", "max_body_bytes"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
     @property
     def worker_api_key(self) -> str | None:

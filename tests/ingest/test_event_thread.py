@@ -198,7 +198,7 @@ async def test_a_source_that_cannot_be_opened_is_opened_later(
     publisher.wait_for_a_subscriber()
     publisher.send(message(0, stored(21)))
     await until(lambda: blocks_of(router, "w0") == [21_000], "the new incarnation is followed")
-    assert follower.trust.level is Trust.EXACT
+    await until(lambda: follower.trust.level is Trust.EXACT, "nothing is missing")
 
 
 async def test_more_engines_than_zmq_has_sockets_by_default(router, events):

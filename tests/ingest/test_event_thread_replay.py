@@ -137,7 +137,7 @@ async def test_events_arrive_though_nobody_replays(router, follower, events, pub
     publisher.wait_for_a_subscriber()
     publisher.send(message(0, stored(1)))
     await until(lambda: names(router) == [1000], "the live message is applied in the end")
-    assert follower.trust.level is Trust.STALE
+    await until(lambda: follower.trust.level is Trust.STALE, "what is missing is named")
 
 
 def test_a_replay_endpoint_that_is_none_is_refused(follower, events, publisher):

@@ -138,3 +138,46 @@ def test_bounds_and_times_may_be_large():
     config, _ = parse(["--worker", WORKER, *bounds, "--approximate-ttl-s", "1e300"])
     assert (config.router.max_index_blocks, config.router.max_index_bytes) == (2**63 - 1,) * 2
     assert config.router.approximate_ttl_s == 1e300
+
+
+ENVIRON = {
+    "KVPLUG_WORKER": f"{WORKER} http://127.0.0.1:8200",
+    "KVPLUG_PORT": "9000",
+    "KVPLUG_NO_KV_EVENTS": "1",
+    "KVPLUG_STALE_WORTH": "0.25",
+    "KVPLUG_LOG_LEVEL": "DEBUG",
+}
+
+
+def test_each_flag_has_a_variable():
+    config, log_level = parse([], ENVIRON)
+    assert [worker.url for worker in config.workers] == [
+        "http://127.0.0.1:8100",
+        "http://127.0.0.1:8200",
+    ]
+    assert (config.port, log_level) == (9000, "debug")
+    assert (config.router.use_kv_events, config.router.stale_worth) == (False, 0.25)
+
+
+def test_a_flag_outweighs_its_variable():
+    config, _ = parse(["--worker", "http://127.0.0.1:8300", "--port", "1"], ENVIRON)
+    assert [worker.url for worker in config.workers] == ["http://127.0.0.1:8300"]
+    assert config.port == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"KVPLUG_PORT": "x"}, "--port: invalid int value: 'x'"),
+        ({"KVPLUG_ROUTER_MODE": "magic"}, "mode must be one of kv, round_robin; got 'magic'"),
+        ({"KVPLUG_NO_KV_EVENTS": "maybe"}, "KVPLUG_NO_KV_EVENTS: expected 1 or 0, got 'maybe'"),
+        ({"KVPLUG_WORKER": "nonsense"}, "is no http URL"),
+        ({"KVPLUG_STALE_WORTH": "2"}, "stale_worth must be a number in [0, 1], got 2.0"),
+        ({"KVPLUG_LOG_LEVEL": "loud"}, "--log-level: must be one of debug, info, warning, error"),
+    ],
+)
+def test_a_wrong_variable_ends_with_code_2_and_one_sentence(environ, sentence, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse([], ENVIRON | environ)
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
