@@ -4,14 +4,14 @@ In:  engine hashes and sequence hashes.   Out: msgpack bytes that BlockIndex.app
 and back.
 
     [version, event, ...]
-    stored   [0, tier, parent, seed, names, hashes]
-    removed  [1, tier, names]
+    stored   [0, tier, parent, seed, engine_hashes, hashes]
+    removed  [1, tier, engine_hashes]
     cleared  [2, tier]                                tier nil: everything
 
-`names` (engine hashes) and `hashes` (sequence hashes) are byte strings of little-endian u64, one
-per block. `parent` is the engine hash before the first block, nil at the start of a sequence.
-`seed` is hashing.seed_of the namespace; a continuation's is its parent's, whatever it says. A
-reader refuses another version by name. No tokens are on this wire.
+`engine_hashes` (engine hashes) and `hashes` (sequence hashes) are byte strings of little-endian
+u64, one per block. `parent` is the engine hash before the first block, nil at the start of a
+sequence. `seed` is hashing.seed_of the namespace; a continuation's is its parent's, whatever it
+says. A reader refuses another version by name. No tokens are on this wire.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BASE_SEED = 1337  # kvplug/hashing.py: of tokens without LoRA and salt
 class PackedStored:
     """A run of consecutive blocks: what the engine calls them, and their sequence hashes."""
 
-    names: U64Like
+    engine_hashes: U64Like
     hashes: U64Like
     parent: EngineHash | int | None = None
     tier: Tier = Tier.DEVICE
@@ -50,7 +50,7 @@ class PackedStored:
 class PackedRemoved:
     """One copy of each of these blocks is gone."""
 
-    names: U64Like
+    engine_hashes: U64Like
     tier: Tier = Tier.DEVICE
 
 
@@ -98,11 +98,18 @@ def _items_of(payload: bytes) -> list[Any]:
 
 def _from_array(items: object) -> PackedEvent:
     match items:
-        case [0, int(tier), (int() | None) as parent, int(seed), bytes(names), bytes(hashes)]:
-            pair = _as_numbers(names), _as_numbers(hashes)
+        case [
+            0,
+            int(tier),
+            (int() | None) as parent,
+            int(seed),
+            bytes(engine_hashes),
+            bytes(hashes),
+        ]:
+            pair = _as_numbers(engine_hashes), _as_numbers(hashes)
             return PackedStored(*pair, _as_u64(parent), Tier(tier), _as_u64(seed) or 0)
-        case [1, int(tier), bytes(names)]:
-            return PackedRemoved(_as_numbers(names), Tier(tier))
+        case [1, int(tier), bytes(engine_hashes)]:
+            return PackedRemoved(_as_numbers(engine_hashes), Tier(tier))
         case [2, (int() | None) as tier]:
             return PackedCleared(None if tier is None else Tier(tier))
     raise ValueError("expected a stored, removed or cleared event")
@@ -121,10 +128,10 @@ def _as_numbers(words: bytes) -> U64:
 def _as_array(event: PackedEvent) -> list[object]:
     match event:
         case PackedStored():
-            names, hashes = _as_bytes(event.names), _as_bytes(event.hashes)
-            return [STORED, int(event.tier), event.parent, event.seed, names, hashes]
+            engine_hashes, hashes = _as_bytes(event.engine_hashes), _as_bytes(event.hashes)
+            return [STORED, int(event.tier), event.parent, event.seed, engine_hashes, hashes]
         case PackedRemoved():
-            return [REMOVED, int(event.tier), _as_bytes(event.names)]
+            return [REMOVED, int(event.tier), _as_bytes(event.engine_hashes)]
         case PackedCleared():
             return [CLEARED, None if event.tier is None else int(event.tier)]
 

@@ -51,7 +51,7 @@ class Records:
 
     records: I64
     parents: U64
-    names: U64
+    engine_hashes: U64
     tokens: U32
     num_events: int
     num_payloads: int
@@ -68,20 +68,20 @@ class Records:
 
     def num_blocks(self, number: int) -> int:
         """Blocks of one event."""
-        return int(self.records[kernels.RECORD_WIDTH * number + kernels.NUM_NAMES])
+        return int(self.records[kernels.RECORD_WIDTH * number + kernels.NUM_ENGINE_HASHES])
 
     def event(self, number: int) -> Event:
         """One event in the words of kvplug/events.py."""
         row = self.records[kernels.RECORD_WIDTH * number :][: kernels.RECORD_WIDTH].tolist()
-        kind, tier_number, first, num_names, first_token, num_tokens, block_size, has_parent = row
+        kind, tier_number, first, num_hashes, first_token, num_tokens, block_size, has_parent = row
         tier = None if tier_number < 0 else Tier(tier_number)
         if kind == kernels.CLEARED:
             return AllBlocksCleared(tier=tier)
-        names = tuple(map(EngineHash, self.names[first : first + num_names].tolist()))
+        hashes = tuple(map(EngineHash, self.engine_hashes[first : first + num_hashes].tolist()))
         if kind == kernels.REMOVED:
-            return BlockRemoved(block_hashes=names, tier=tier or Tier.DEVICE)
+            return BlockRemoved(block_hashes=hashes, tier=tier or Tier.DEVICE)
         return BlockStored(
-            block_hashes=names,
+            block_hashes=hashes,
             token_ids=tuple(self.tokens[first_token : first_token + num_tokens].tolist()),
             block_size=block_size,
             parent=EngineHash(int(self.parents[number])) if has_parent else None,

@@ -413,7 +413,7 @@ def test_full_attention(kind):
         (b"\x92\xcb" + bytes(8) + b"\xdd\x0f\xff\xff\xff" * 500, "truncated"),
     ],
 )
-def test_what_is_no_batch_is_refused(payload, saying):
+def test_what_is_no_batch_is_rejected(payload, saying):
     with pytest.raises(DecodeError, match=f"cannot decode an event batch: expected .*{saying}"):
         decode(payload)
 

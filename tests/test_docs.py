@@ -9,7 +9,7 @@ import pytest
 
 from kvplug.codec import Reason
 from kvplug.engines.publisher import PublisherConfig
-from kvplug.index.applied import Refusal
+from kvplug.index.apply_result import RejectReason
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
@@ -55,19 +55,19 @@ def test_every_setting_is_documented_with_its_default(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--help"])
     flags = set(re.findall(r"^ +(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert flags - {"--version"} == set(flags_of_section("python -m kvplug.router")) - {"--mode"}
+    assert flags - {"--version"} == set(flags_of_group("python -m kvplug.router")) - {"--mode"}
 
 
 def test_every_flag_of_the_doctor_is_documented(capsys):
     with pytest.raises(SystemExit):
         doctor.main(["--help"])
     usage = capsys.readouterr().out.partition("\n\n")[0]
-    assert set(re.findall(r"--[a-z][a-z-]+", usage)) == flags_of_section(
+    assert set(re.findall(r"--[a-z][a-z-]+", usage)) == flags_of_group(
         "python -m kvplug.router doctor"
     )
 
 
-def flags_of_section(title):
+def flags_of_group(title):
     _, _, rest = SETTINGS.partition(f"## {title}\n")
     return set(re.findall(r"`(--[a-z][a-z-]+)", rest.partition("\n## ")[0]))
 
@@ -100,8 +100,8 @@ def test_the_events_configs_in_the_documentation_are_understood():
         assert endpoints == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
 
 
-@pytest.mark.parametrize("reason", [*Reason, *Refusal])
-def test_every_reason_to_refuse_an_event_is_documented(reason):
+@pytest.mark.parametrize("reason", [*Reason, *RejectReason])
+def test_every_reason_to_reject_an_event_is_documented(reason):
     assert f"`{reason}`" in EVENTS
 
 

@@ -14,7 +14,7 @@ from kvplug.hash_schemes import SCHEME_NAMES, cbor, scheme_named
 from kvplug.hash_schemes.vllm import ALGORITHMS
 from kvplug.hashing import BlockHasher, as_tokens, seed_of
 from kvplug.sim import block_hashes
-from tests.kernels import twins
+from tests.kernels import references
 
 HASHES = Path(__file__).with_name("vectors") / "hashes"
 SEEDS = dict.fromkeys(ALGORITHMS, "0")
@@ -68,13 +68,13 @@ def test_xxh3_is_equal_to_dynamo_1_6_1(vector):
     assert hashes.tolist() == vector["block_hashes"]
     scheme = scheme_of("xxh3", size, bigrams=bigrams)
     chained = scheme.sequence_hashes(tokens, namespace, extra_keys=keys)
-    assert chained.tolist() == twins.chain_blocks(vector["block_hashes"], None, 1337)
+    assert chained.tolist() == references.chain_blocks(vector["block_hashes"], None, 1337)
 
 
 @given(token_lists, st.none() | st.integers(0, 2**64 - 1))
 def test_fnv1a_is_equal_to_its_formula(tokens, parent):
     hashes = scheme_of("fnv1a").sequence_hashes(as_tokens(tokens), parent=parent)
-    assert hashes.tolist() == twins.fnv1a(tokens, 4, parent or 0)
+    assert hashes.tolist() == references.fnv1a(tokens, 4, parent or 0)
 
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
@@ -101,7 +101,7 @@ def test_many_sequences_have_namespaces_of_their_own(name):
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 @pytest.mark.parametrize("ends", [[1], [2, 1, 3], [-1, 3], [3, 4], [], [[3]], [1.0, 3.0]])
-def test_ends_that_do_not_fit_the_tokens_are_refused(name, ends):
+def test_ends_that_do_not_fit_the_tokens_are_rejected(name, ends):
     with pytest.raises(HashingError, match="ends of sequences"):
         scheme_of(name).sequence_hashes_many(as_tokens([1, 2, 3]), np.array(ends))
 
@@ -129,13 +129,13 @@ NO_TOKENS = [
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 @pytest.mark.parametrize(("tokens", "shown"), NO_TOKENS)
-def test_tokens_that_are_no_uint32_in_a_row_are_refused(name, tokens, shown):
+def test_tokens_that_are_no_uint32_in_a_row_are_rejected(name, tokens, shown):
     scheme = scheme_of(name)
     calls = [scheme.sequence_hashes, lambda it: scheme.sequence_hashes_many(it, np.array([4]))]
     for call in [*calls, *([scheme.digests] if name in ALGORITHMS else [])]:
-        with pytest.raises(HashingError, match="expected an array of uint32 in a row") as refused:
+        with pytest.raises(HashingError, match="expected an array of uint32 in a row") as rejected:
             call(tokens)
-        assert str(refused.value).endswith(f", got {shown}")
+        assert str(rejected.value).endswith(f", got {shown}")
 
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
@@ -161,7 +161,7 @@ def test_a_continuation_hashes_as_the_whole(name, tokens, num_blocks):
 
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
-def test_parents_of_another_kind_are_refused(name):
+def test_parents_of_another_kind_are_rejected(name):
     others = [7] if name in ALGORITHMS else [-1, 2**64]
     for parent in [b"8 bytes.", b"", 1.5, float("nan"), "7", [], *others]:
         with pytest.raises(HashingError, match=f"{name} continues from a"):
@@ -174,19 +174,19 @@ def test_parents_of_another_kind_are_refused(name):
     + [(name, key) for name in ALGORITHMS for key in (7, "a", ("a",), (1, "a"))]
     + [(name, key) for name in SCHEME_NAMES for key in (1.5, None, "", ("a", True), ("a", 2**63))],
 )  # fmt: skip
-def test_extra_keys_of_another_kind_are_refused(name, key):
+def test_extra_keys_of_another_kind_are_rejected(name, key):
     with pytest.raises(HashingError, match=r"extra keys"):
         scheme_of(name).sequence_hashes(as_tokens(range(4)), extra_keys=[[key]])
 
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 @pytest.mark.parametrize("keys", [None, 5, "ab", [None], [5], ["ab"], [b"x"], {0: [1]}])
-def test_extra_keys_that_are_not_by_block_are_refused(name, keys):
+def test_extra_keys_that_are_not_by_block_are_rejected(name, keys):
     with pytest.raises(HashingError, match="extra keys are sequences of keys, one a block, got"):
         scheme_of(name).sequence_hashes(as_tokens(range(4)), extra_keys=keys)
 
 
-def test_digests_refuse_the_same_extra_keys():
+def test_digests_reject_the_same_extra_keys():
     with pytest.raises(HashingError, match=r"one a block, got \[7\]"):
         scheme_of("sha256").digests(as_tokens(range(4)), extra_keys=[7])
 
@@ -199,22 +199,22 @@ def test_fnv1a_knows_no_namespace(namespace):
         scheme_of("fnv1a").sequence_hashes_many(as_tokens(range(4)), np.array([4]), [namespace])
 
 
-def test_an_adapter_of_an_unknown_path_is_refused():
+def test_an_adapter_of_an_unknown_path_is_rejected():
     with pytest.raises(HashingError, match="name that of 'b' in lora_paths"):
         scheme_of("sha256", lora_paths={"a": "/a"}).sequence_hashes(as_tokens([1]), Namespace("b"))
 
 
 @pytest.mark.parametrize("name", ["md5", "", "SHA256", None, 5, b"xxh3", ["xxh3"]])
-def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ConfigError) as refused:
+def test_an_unknown_name_is_rejected_with_the_known_ones(name):
+    with pytest.raises(ConfigError) as rejected:
         scheme_named(name, block_size=4)
     known = "xxh3, fnv1a, sha256, sha256_cbor, xxhash, xxhash_cbor"
-    assert str(refused.value) == f"unknown hash scheme {name!r}, expected one of {known}"
+    assert str(rejected.value) == f"unknown hash scheme {name!r}, expected one of {known}"
 
 
 @pytest.mark.parametrize("name", SCHEME_NAMES)
 @pytest.mark.parametrize("size", [0, -1, 65537, 2**70, 1.5, 4.0, float("nan"), "16", None])
-def test_a_block_size_that_is_none_is_refused(name, size):
+def test_a_block_size_that_is_none_is_rejected(name, size):
     with pytest.raises(ConfigError, match=r"block_size must be (in \[1, 65536\]|a whole number)"):
         scheme_of(name, size)
 
@@ -249,7 +249,7 @@ def test_a_block_size_may_be_one_of_numpy(name):
         ),
     ],
 )
-def test_settings_that_a_scheme_does_not_have_are_refused(name, how, message):
+def test_settings_that_a_scheme_does_not_have_are_rejected(name, how, message):
     with pytest.raises(ConfigError, match=message):
         scheme_named(name, **{"block_size": 4, **how})
 
@@ -257,13 +257,13 @@ def test_settings_that_a_scheme_does_not_have_are_refused(name, how, message):
 HALF_A_CHARACTER = r"cannot hash '\\ud800': expected Unicode"
 
 
-def test_a_hash_seed_of_half_characters_is_refused():
+def test_a_hash_seed_of_half_characters_is_rejected():
     with pytest.raises(HashingError, match=HALF_A_CHARACTER):
         scheme_named("sha256_cbor", block_size=4, hash_seed="\ud800")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_path_of_half_characters_is_refused(name):
+def test_a_path_of_half_characters_is_rejected(name):
     scheme = scheme_of(name, lora_paths={"a": "\ud800"})
     with pytest.raises(HashingError, match=HALF_A_CHARACTER):
         scheme.sequence_hashes(as_tokens(range(4)), Namespace("a"))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvplug.errors import ConfigError, HashingError
 from kvplug.events import Namespace
 from kvplug.hashing import BASE_SEED, BlockHasher, as_tokens, seed_of
-from tests.kernels import twins
+from tests.kernels import references
 
 
 def hashes(tokens, block_size=4, **how):
@@ -30,14 +30,16 @@ def test_sequence_hashes_are_chained_block_hashes(tokens, block_size, bigrams):
     hasher, tokens = BlockHasher(block_size, bigrams=bigrams), as_tokens(tokens)
     block_hashes = hasher.block_hashes(tokens).tolist()
     assert len(block_hashes) == hasher.num_blocks(len(tokens))
-    assert hasher.sequence_hashes(tokens).tolist() == twins.chain_blocks(block_hashes, None, 1337)
+    assert hasher.sequence_hashes(tokens).tolist() == references.chain_blocks(
+        block_hashes, None, 1337
+    )
 
 
 @given(token_lists, st.integers(1, 9))
 def test_blocks_of_bigrams_are_windows_of_one_token_more(tokens, block_size):
     hasher = BlockHasher(block_size, bigrams=True)
     assert hasher.num_blocks(len(tokens)) == max(0, (len(tokens) - 1) // block_size)
-    expected = twins.hash_windows(tokens, block_size + 1, block_size, 1337)
+    expected = references.hash_windows(tokens, block_size + 1, block_size, 1337)
     assert hasher.block_hashes(as_tokens(tokens)).tolist() == expected
 
 
@@ -81,7 +83,7 @@ def test_seed_is_dynamos():
 
 
 @pytest.mark.parametrize("namespace", [Namespace("\ud800"), Namespace(salt="\ud800")])
-def test_half_characters_are_refused(namespace):
+def test_half_characters_are_rejected(namespace):
     with pytest.raises(HashingError, match="expected Unicode text"):
         seed_of(namespace)
 
@@ -100,22 +102,22 @@ def test_extra_keys_are_appended_sorted():
 @pytest.mark.parametrize(
     "bad", [[-1], [2**32], [1.5], ["1"], [None], np.array([-1]), np.array([0.5]), 7, "text"]
 )
-def test_what_is_no_token_id_is_refused(bad):
+def test_what_is_no_token_id_is_rejected(bad):
     with pytest.raises(HashingError, match="expected integers in"):
         as_tokens(bad)
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.float64])
 @pytest.mark.parametrize("shape", [(), (1, 4), (4, 1), (2, 2), (0, 4), (2, 0), (1, 1, 1)])
-def test_token_ids_that_are_not_in_a_row_are_refused(dtype, shape):
-    with pytest.raises(HashingError) as refused:
+def test_token_ids_that_are_not_in_a_row_are_rejected(dtype, shape):
+    with pytest.raises(HashingError) as rejected:
         as_tokens(np.zeros(shape, dtype=dtype))
     expected = "cannot hash tokens: expected integers in [0, 2**32) in a row"
-    assert str(refused.value) == f"{expected}, got {np.dtype(dtype)}{shape}"
+    assert str(rejected.value) == f"{expected}, got {np.dtype(dtype)}{shape}"
 
 
 @given(st.lists(st.integers(-(2**33), 2**33) | st.booleans(), max_size=5))
-def test_lists_and_tuples_are_taken_or_refused_alike(token_ids):
+def test_lists_and_tuples_are_taken_or_rejected_alike(token_ids):
     if all(0 <= token_id < 2**32 for token_id in token_ids):
         assert as_tokens(token_ids).tolist() == as_tokens(tuple(token_ids)).tolist() == token_ids
     else:
@@ -134,6 +136,6 @@ def test_token_arrays_of_other_dtypes_are_taken():
 
 
 @pytest.mark.parametrize("block_size", [0, -1, 2**16 + 1])
-def test_block_sizes_out_of_range_are_refused(block_size):
+def test_block_sizes_out_of_range_are_rejected(block_size):
     with pytest.raises(ConfigError, match="block_size must be in"):
         BlockHasher(block_size)

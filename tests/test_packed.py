@@ -46,6 +46,6 @@ def test_what_goes_in_comes_out(some):
         (msgspec.msgpack.encode([1, [1, 0, b""]]) + b"\x00", "trailing"),
     ],
 )
-def test_what_is_no_payload_is_refused(payload, says):
+def test_what_is_no_payload_is_rejected(payload, says):
     with pytest.raises(DecodeError, match=f"cannot read packed events: .*{says}"):
         packed.decode(payload)

@@ -60,7 +60,7 @@ class RouterProcess:
         self._process.start()
 
     def wait_ready(self, timeout_s: float = START_LIMIT_S) -> None:
-        """Wait until it reaches every engine and hears every engine's events."""
+        """Wait until it lengths every engine and hears every engine's events."""
         self._process.wait_until(self._hears_all, "hear all engines", timeout_s=timeout_s)
 
     def stop(self, *, limit_s: float = 15.0) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from kvplug.events import Rank
 from kvplug.hashing import Hashes
 from kvplug.index.block_index import BlockIndex
-from kvplug.kernels.reach import ANY
+from kvplug.kernels.prefix_lengths import ANY
 
 
 def resident_blocks(index: BlockIndex, rank: Rank, prompts: Sequence[Hashes]) -> list[int]:
@@ -25,4 +25,4 @@ def resident_blocks(index: BlockIndex, rank: Rank, prompts: Sequence[Hashes]) ->
     ends = np.cumsum([len(hashes) for hashes in prompts])
     overlaps = index.overlap_many(np.concatenate(prompts), ends)
     number = index.numbers.number_of(rank)
-    return [int(overlap.reach[ANY, number]) for overlap in overlaps]
+    return [int(overlap.prefix_lengths[ANY, number]) for overlap in overlaps]

@@ -43,7 +43,7 @@ from kvplug.events import (
     Rank,
 )
 from kvplug.hashing import Hashes
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.sweeping import Clearing
 from kvplug.kernels import wire
 from kvplug.records import Records
@@ -174,26 +174,26 @@ class AuditedRouter(Router):
         with self._auditing:
             return self._ledgers[rank].accuracy if rank in self._ledgers else RankLedger().accuracy
 
-    def apply(self, rank: Rank, batch: EventBatch) -> Applied:
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """As Router.apply, with an eye on what goes under requests in flight."""
         self.require_events(rank)
-        sent_s, applied = self._times.sent(rank, batch.ts, self._clock()), Applied()
+        sent_s, applied = self._times.sent(rank, batch.ts, self._clock()), ApplyResult()
         # A block may go and come back within one batch: look in between.
         for takes_away, part in _runs(batch):
             with (
-                self._deciding.patiently,
+                self._deciding.low_priority,
                 self._watching(rank, sent_s) if takes_away else nullcontext(),
             ):
                 applied.add(super().apply(rank, part))
         self._times.heard(rank, sent_s)
         return applied
 
-    def apply_records(self, rank: Rank, records: Records) -> Applied:
+    def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
         """As Router.apply_records, in the same way."""
         self.require_events(rank)
         sent_s = self._times.sent(rank, records.ts, self._clock())
-        applied, at = Applied(), 0
-        with self._deciding.patiently as turn:
+        applied, at = ApplyResult(), 0
+        with self._deciding.low_priority as turn:
             while at < records.num_events:
                 takes_away, end = False, records.num_events
                 if self._watched.get(rank):
@@ -202,31 +202,31 @@ class AuditedRouter(Router):
                 with self._watching(rank, sent_s) if takes_away else nullcontext():
                     at = self._apply_slice(rank, part, at, applied)
                     while takes_away and at < end:
-                        turn.give_way()
+                        turn.yield_to_queries()
                         at = self._apply_slice(rank, part, at, applied)
-                turn.give_way()
+                turn.yield_to_queries()
         self._times.heard(rank, sent_s)
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
         """As Router.apply_packed; what goes under requests in flight is not looked at."""
-        with self._deciding.patiently:
+        with self._deciding.low_priority:
             return super().apply_packed(rank, payload)
 
     def clear(self, rank: Rank) -> int:
         """As Router.clear."""
         self._times.forget(rank)
-        with self._deciding.patiently as turn, self._watching(rank, self._clock()):
-            return self._clear_in_slices(rank, turn.give_way)
+        with self._deciding.low_priority as turn, self._watching(rank, self._clock()):
+            return self._clear_in_slices(rank, turn.yield_to_queries)
 
     def save_index(self, path: Path) -> None:
         """As Router.save_index."""
-        with self._deciding.patiently as turn, turn.standing_aside():
+        with self._deciding.low_priority as turn, turn.released():
             super().save_index(path)
 
     @contextmanager
     def _changing_fleet(self) -> Iterator[None]:
-        with self._deciding.patiently, super()._changing_fleet():
+        with self._deciding.low_priority, super()._changing_fleet():
             yield
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
@@ -260,20 +260,20 @@ class AuditedRouter(Router):
                     each.lost(num_left, sent_s)
                 each.held = num_left
 
-    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
-        with self._lock.patiently:
+    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: ApplyResult) -> int:
+        with self._lock.low_priority:
             return super()._apply_slice(rank, records, first, applied)
 
     def _start_clear(self, rank: Rank) -> Clearing | None:
-        with self._lock.patiently:
+        with self._lock.low_priority:
             return super()._start_clear(rank)
 
     def _clear_slice(self, clearing: Clearing) -> None:
-        with self._lock.patiently:
+        with self._lock.low_priority:
             super()._clear_slice(clearing)
 
     def _end_clear(self, rank: Rank) -> None:
-        with self._lock.patiently:
+        with self._lock.low_priority:
             super()._end_clear(rank)
 
     def _left_of(

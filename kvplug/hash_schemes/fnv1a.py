@@ -25,7 +25,7 @@ class Fnv1a(HashScheme):
     def _hash(
         self, tokens: Tokens, namespace: Namespace, parent: Parent | None, extra_keys: ExtraKeys
     ) -> Hashes:
-        self._refuse(namespace, extra_keys)
+        self._reject(namespace, extra_keys)
         hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
         before = np.uint64(hash_of(parent, self.name) or 0)
         kernels.hash_sequence(tokens, self.block_size, before, hashes)
@@ -36,12 +36,12 @@ class Fnv1a(HashScheme):
     ) -> HashedSequences:
         """In one kernel."""
         for namespace in set(namespaces):
-            self._refuse(namespace, ())
+            self._reject(namespace, ())
         block_ends = np.cumsum(np.diff(ends, prepend=0) // self.block_size, dtype=np.int64)
         hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)
         kernels.hash_sequences(tokens, ends, self.block_size, block_ends, hashes)
         return HashedSequences(hashes, block_ends)
 
-    def _refuse(self, namespace: Namespace, extra_keys: ExtraKeys) -> None:
+    def _reject(self, namespace: Namespace, extra_keys: ExtraKeys) -> None:
         if namespace.lora_name or namespace.salt or any(extra_keys):
             raise HashingError(f"{self.name} knows tokens only: no LoRA, salt or extra keys")

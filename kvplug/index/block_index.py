@@ -4,17 +4,17 @@ In:  event batches per rank.   Out: per rank, how many leading blocks of a reque
 
 Five parts:
 
-    holdings   sequence hash x holder (a rank with a tier)      index/holdings.py
-    domains    engine hash -> sequence hash, one table per engine hash space
+    the block store   sequence hash x holder (a rank with a tier)      index/block_store.py
+    hash spaces    engine hash -> sequence hash, one table per engine hash space
     speculative blocks of requests that were routed but not reported yet
     cxl        which blocks are or were in a CXL pool                  index/cxl.py
     labels     which expert a copy belongs to                          index/moe_labels.py
 
-Engines name parents and removals by their own hashes. Ranks of one domain give equal blocks equal
-engine hashes, so one table serves them all. A rank whose hashes disagree (another algorithm,
-another seed) is moved into a domain of its own, without loss.
+Engines name parents and removals by their own hashes. Ranks of one hash space give equal blocks
+equal engine hashes, so one table serves them all. A rank whose hashes disagree (another algorithm,
+another seed) is moved into a hash space of its own, without loss.
 
-What is not certain is refused and counted, never guessed (`Refusal`).
+What is not certain is refused and counted, never guessed (`RejectReason`).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
-from kvplug.index.applied import Applied, Refusal
-from kvplug.index.asking import Asking, credits_of
-from kvplug.index.besides import Besides
+from kvplug.index.annotations import BlockAnnotations
+from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.array_version import ArrayVersion
+from kvplug.index.block_store import BlockStore
 from kvplug.index.bounds import Bounds
-from kvplug.index.changes import Changes
+from kvplug.index.capacity_guard import CapacityGuard
 from kvplug.index.cxl import CxlBlocks
-from kvplug.index.domain import Domain
-from kvplug.index.domains import Domains
 from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
+from kvplug.index.hash_space import HashSpace
+from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import Holdings
 from kvplug.index.moe_labels import MoeLabels
 from kvplug.index.overlap import Overlap
-from kvplug.index.room import Room
+from kvplug.index.prefix_query import PrefixQuery, credits_of
 from kvplug.index.single_events import SingleEvents
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
@@ -80,40 +80,45 @@ class BlockIndex:
         *,
         bigrams: bool = False,
         speculative_ttl_s: float = 2.0,
-        is_wanted: Flag | None = None,
+        query_waiting: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
         """`bigrams`: of engines that key a block by its pairs of tokens (SGLang with EAGLE).
 
-        `is_wanted`, uint8[1]: another thread sets it to have `apply_records` return early.
+        `query_waiting`, uint8[1]: another thread sets it to have `apply_records` return early.
         """
         self.hasher = BlockHasher(block_size, bigrams=bigrams)
-        self._changes = Changes(is_tight=bounds.max_bytes is not None)
-        self.numbers = HolderNumbers(self._changes)
-        self.holdings = Holdings(self._changes)
-        self.speculative = ExpiringBlocks(speculative_ttl_s, changes=self._changes)
-        self.cxl = CxlBlocks(self.numbers, self.holdings)
-        self.labels = MoeLabels(self.numbers, self.holdings)
-        self._worth: F64 = np.ones(0)
-        self._asking: Asking | None = None
-        self._besides = Besides(self.speculative, self.cxl, self.labels)
-        self.domains = Domains(self.numbers, self.holdings)
+        self._version = ArrayVersion(is_tight=bounds.max_bytes is not None)
+        self.numbers = HolderNumbers(self._version)
+        self.block_store = BlockStore(self._version)
+        self.speculative = ExpiringBlocks(speculative_ttl_s, version=self._version)
+        self.cxl = CxlBlocks(self.numbers, self.block_store)
+        self.labels = MoeLabels(self.numbers, self.block_store)
+        self._confidence: F64 = np.ones(0)
+        self._prefix_query: PrefixQuery | None = None
+        self._annotations = BlockAnnotations(self.speculative, self.cxl, self.labels)
+        self.hash_spaces = HashSpaces(self.numbers, self.block_store)
         self._clearing: tuple[Tier | None, Clearing] | None = None
         self._eviction: Eviction | None = None
-        self.room = Room(
-            bounds, self.holdings, self._others_nbytes, self._all_named, self._forget_gone
+        self.capacity_guard = CapacityGuard(
+            bounds, self.block_store, self._others_nbytes, self._all_named, self._forget_gone
         )
-        flag = np.zeros(1, dtype=np.uint8) if is_wanted is None else is_wanted
+        flag = np.zeros(1, dtype=np.uint8) if query_waiting is None else query_waiting
         self._applier = EventApplier(
-            self.block_size, self.domains, self.room, self.speculative, flag
+            self.block_size, self.hash_spaces, self.capacity_guard, self.speculative, flag
         )
         self._single = SingleEvents(
-            self.hasher, self.numbers, self.domains, self.room, self._besides, self.clear
+            self.hasher,
+            self.numbers,
+            self.hash_spaces,
+            self.capacity_guard,
+            self._annotations,
+            self.clear,
         )
 
     def __len__(self) -> int:
         """Number of distinct blocks that any rank holds."""
-        return len(self.holdings)
+        return len(self.block_store)
 
     @property
     def block_size(self) -> int:
@@ -126,51 +131,51 @@ class BlockIndex:
         return self.hasher.window > self.hasher.block_size
 
     @property
-    def worth(self) -> F64:
+    def confidence(self) -> F64:
         """float64[ranks], what a block of each rank is worth."""
-        return self._worth[: len(self.numbers.ranks)]
+        return self._confidence[: len(self.numbers.ranks)]
 
-    @worth.setter
-    def worth(self, by_number: F64) -> None:
-        self._worth = by_number
-        self._changes.count += 1
+    @confidence.setter
+    def confidence(self, by_number: F64) -> None:
+        self._confidence = by_number
+        self._version.count += 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
-        tables = self.holdings.nbytes + self.room.nbytes + self._others_nbytes(None, 0)
+        tables = self.block_store.nbytes + self.capacity_guard.nbytes + self._others_nbytes(None, 0)
         return tables + self._applier.extra_nbytes
 
-    def _others_nbytes(self, growing: Domain | None, num_more: int) -> int:
+    def _others_nbytes(self, growing: HashSpace | None, num_more: int) -> int:
         more = 0
         if growing is not None:
             more = growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        return self._besides.nbytes + self.domains.nbytes + LEAST_NBYTES + more
+        return self._annotations.nbytes + self.hash_spaces.nbytes + LEAST_NBYTES + more
 
     def _all_named(self) -> list[tuple[U64, U64]]:
-        return [self.domains.named(domain) for domain in self.domains.in_use]
+        return [self.hash_spaces.arrays_of(hash_space) for hash_space in self.hash_spaces.in_use]
 
     def add_rank(self, rank: Rank) -> int:
         """Follow a rank from now on; returns its number."""
         if rank not in self.numbers:
-            self.domains.add(rank)
-            self.set_worth(rank, 1.0)
+            self.hash_spaces.add(rank)
+            self.set_confidence(rank, 1.0)
         return self.numbers.add(rank)
 
-    def set_worth(self, rank: Rank, worth: float) -> None:
+    def set_confidence(self, rank: Rank, confidence: float) -> None:
         """What a block that the rank holds is worth from now on: 1.0 if all of them are known."""
         number = self.numbers.number_of(rank)
-        missing = max(0, number + 1 - len(self._worth))
-        self._worth = np.concatenate([self._worth, np.ones(missing)])
-        self._worth[number] = worth
-        self._changes.count += 1
+        missing = max(0, number + 1 - len(self._confidence))
+        self._confidence = np.concatenate([self._confidence, np.ones(missing)])
+        self._confidence[number] = confidence
+        self._version.count += 1
 
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
-        for rank in self.domains.ranks_of(worker):
+        for rank in self.hash_spaces.ranks_of(worker):
             self.clear(rank)
             self.cxl.remove(self.numbers.number_of(rank))
-            self.domains.remove(rank)
+            self.hash_spaces.remove(rank)
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
@@ -179,38 +184,38 @@ class BlockIndex:
         return clearing.num_dropped
 
     def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
-        """A clear to be done in stretches; nothing else may change the index before it is done."""
-        number, domain = self.numbers.number_of(rank), self.domains.of(rank)
+        """A clear to be done in slices; nothing else may change the index before it is done."""
+        number, hash_space = self.numbers.number_of(rank), self.hash_spaces.of(rank)
         self.speculative.forget(number)
         holders = self.numbers.holders(number, tier)
         self.labels.forget(number, but=list(set(self.numbers.holders(number)) - set(holders)))
         if tier is None:
             self.cxl.forget(number)
-        return Clearing(self.holdings, self.domains.named(domain), holders)
+        return Clearing(self.block_store, self.hash_spaces.arrays_of(hash_space), holders)
 
-    def apply(self, rank: Rank, batch: EventBatch) -> Applied:
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """Remember what a rank said; what is refused is counted in the result."""
-        applied = Applied()
+        applied = ApplyResult()
         if rank not in self.numbers:
-            applied.refuse(Refusal.UNKNOWN_RANK, len(batch.events))
+            applied.reject(RejectReason.UNKNOWN_RANK, len(batch.events))
             return applied
         for event in batch.events:
             self._single.apply(rank, event, applied)
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
         """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
         none.
         """
-        domain, first = self.domains.get(rank), 0
-        if domain is None:
-            applied = Applied()
-            applied.refuse(Refusal.UNKNOWN_RANK, packed.num_events(payload))
+        hash_space, first = self.hash_spaces.get(rank), 0
+        if hash_space is None:
+            applied = ApplyResult()
+            applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
         if self.labels.are_any:  # they go with the last copy, which the kernels do not look for
-            applied = Applied()
+            applied = ApplyResult()
         else:
-            applied, first = self._applier.apply_packed(rank, domain, payload)
+            applied, first = self._applier.apply_packed(rank, hash_space, payload)
         if first >= 0:
             # Behind an event that needs a decision the rest of a payload goes one by one.
             for event in packed.decode(payload)[first:]:
@@ -218,16 +223,16 @@ class BlockIndex:
         return applied
 
     def apply_records(
-        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
     ) -> int:
         """Apply records from number `first` on, counted in `applied`; returns the next number.
 
-        Ends once about `max_blocks` blocks are done, or when somebody sets `is_wanted`, so that a
-        caller with a lock can give way to queries; other changes have to wait until all records
+        Ends once about `max_blocks` blocks are done, or when somebody sets `query_waiting`, so that
+        a caller with a lock can give way to queries; other changes have to wait until all records
         are applied.
         """
         if rank not in self.numbers:
-            applied.refuse(Refusal.UNKNOWN_RANK, records.num_events - first)
+            applied.reject(RejectReason.UNKNOWN_RANK, records.num_events - first)
             return records.num_events
         if self._eviction is not None:
             self._go_on_evicting(_STEPS_PER_BLOCK * max_blocks)
@@ -237,7 +242,7 @@ class BlockIndex:
         at = first
         if not self.labels.are_any and not self.bigrams:
             at = self._applier.apply_records(
-                rank, self.domains.of(rank), records, first, max_blocks, applied
+                rank, self.hash_spaces.of(rank), records, first, max_blocks, applied
             )
             if self._applier.num_over:
                 return at + self._start_evicting(self._applier.num_over, applied)
@@ -250,13 +255,13 @@ class BlockIndex:
         self._single.apply(rank, event, applied)
         return at + 1
 
-    def _start_evicting(self, num_blocks: int, applied: Applied) -> bool:
+    def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
         """Whether the event is done with, as there is nothing that could go for it."""
-        self._eviction = self.room.eviction(num_blocks)
+        self._eviction = self.capacity_guard.eviction(num_blocks)
         if self._eviction.num_blocks:
             return False
         self._eviction = None
-        applied.refuse(Refusal.INDEX_FULL, num_blocks)
+        applied.reject(RejectReason.INDEX_FULL, num_blocks)
         return True
 
     def _forget_gone(self) -> None:
@@ -273,7 +278,7 @@ class BlockIndex:
             self._eviction = None
             self._forget_gone()
 
-    def _go_on_clearing(self, max_steps: int, applied: Applied) -> bool:
+    def _go_on_clearing(self, max_steps: int, applied: ApplyResult) -> bool:
         """Whether the clear that a run of records has come to is done."""
         assert self._clearing is not None
         tier, clearing = self._clearing
@@ -285,7 +290,7 @@ class BlockIndex:
 
     def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
         """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""
-        return self.asking.overlap(as_hashes(sequence_hashes), now_s)
+        return self.prefix_query.overlap(as_hashes(sequence_hashes), now_s)
 
     def overlap_many(
         self, sequence_hashes: HashesLike, ends: Ends | Sequence[int], now_s: float = 0.0
@@ -296,20 +301,22 @@ class BlockIndex:
         HashingError for other hashes, and for ends that do not rise to their number.
         """
         hashes = as_hashes(sequence_hashes)
-        return self.asking.overlap_many(hashes, checked_ends(ends, len(hashes), "hashes"), now_s)
+        return self.prefix_query.overlap_many(
+            hashes, checked_ends(ends, len(hashes), "hashes"), now_s
+        )
 
     @property
-    def asking(self) -> Asking:
+    def prefix_query(self) -> PrefixQuery:
         """The index as it is now, for a kernel that asks more than that."""
-        if self._asking is None or self._asking.num_changes != self._changes.count:
-            self._asking = self._ask()
-        return self._asking
+        if self._prefix_query is None or self._prefix_query.seen_version != self._version.count:
+            self._prefix_query = self._ask()
+        return self._prefix_query
 
-    def _ask(self) -> Asking:
-        credits = credits_of(_CREDITS, self._worth[: len(self.numbers.ranks)])
+    def _ask(self) -> PrefixQuery:
+        credits = credits_of(_CREDITS, self._confidence[: len(self.numbers.ranks)])
         expected = self.speculative.query_arrays
         numbers = self.numbers
-        return Asking(self.holdings, numbers.owner, numbers.readers, credits, expected)
+        return PrefixQuery(self.block_store, numbers.owner, numbers.readers, credits, expected)
 
     def moe_hits(
         self, sequence_hashes: HashesLike, label: MoeLabel, overlap: Overlap | None = None
@@ -330,17 +337,19 @@ class BlockIndex:
         any and in pools.
         """
         number = self.numbers.number_of(rank)
-        names, hashes = self.domains.of(rank).table.items()
-        return names[self.holdings.which_held(hashes, self.numbers.holders(number, tier))]
+        engine_hashes, hashes = self.hash_spaces.of(rank).table.items()
+        return engine_hashes[
+            self.block_store.which_held(hashes, self.numbers.holders(number, tier))
+        ]
 
     def num_resident(self, rank: Rank) -> int:
         """Number of distinct blocks that the rank has on its device."""
         [holder] = self.numbers.holders(self.numbers.number_of(rank), Tier.DEVICE) or [-1]
-        return 0 if holder < 0 else self.holdings.num_held(holder)
+        return 0 if holder < 0 else self.block_store.num_held(holder)
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
         self.numbers.check()
-        self.holdings.check()
-        self._besides.check()
-        self.domains.check()
+        self.block_store.check()
+        self._annotations.check()
+        self.hash_spaces.check()

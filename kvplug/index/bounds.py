@@ -1,6 +1,6 @@
 """Bounds: how much an index may hold, and what it had to give up for that.
 
-In:  limits; names of blocks that were given up.   Out: whether a name is among them.
+In:  limits; engine hashes of evicted blocks.   Out: whether a hash is among them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ U64 = npt.NDArray[np.uint64]
 
 _MOST = 2**63 - 1  # what the tables of an index can count to
 _MIN_WORDS = 64
-_WORDS_PER_NAME = 0.25  # 16 bits
+_WORDS_PER_HASH = 0.25  # 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class Bounds:
 
 
 @dataclass(slots=True)
-class Lost:
+class EvictionStats:
     """num_blocks, num_memberships: evicted so far, blocks and pairs of a block and a holder."""
 
     num_blocks: int = 0
     num_memberships: int = 0
 
 
-def _num_words(num_names: int) -> int:
-    return max(_MIN_WORDS, int(_WORDS_PER_NAME * num_names))
+def _num_words(num_hashes: int) -> int:
+    return max(_MIN_WORDS, int(_WORDS_PER_HASH * num_hashes))
 
 
-class LostNames:
+class EvictedHashFilter:
     """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
 
     A store behind such a block is no sign of a lost event (kvplug/index/block_index.py).
@@ -71,17 +71,17 @@ class LostNames:
         """Bytes of memory after evictions from an index of so many blocks."""
         return max(self.nbytes, 2 * 8 * _num_words(capacity))
 
-    def reserve(self, num_names: int, capacity: int) -> U64:
-        """A filter that takes as many more names."""
-        if self._num_left < num_names:
+    def reserve(self, num_hashes: int, capacity: int) -> U64:
+        """A filter that takes as many more hashes."""
+        if self._num_left < num_hashes:
             self._before = self.words
-            self.words = np.zeros(_num_words(max(capacity, num_names)), dtype=np.uint64)
-            self._num_left = max(capacity, num_names)
-        self._num_left -= num_names
+            self.words = np.zeros(_num_words(max(capacity, num_hashes)), dtype=np.uint64)
+            self._num_left = max(capacity, num_hashes)
+        self._num_left -= num_hashes
         return self.words
 
-    def __contains__(self, name: int) -> bool:
-        asked = np.uint64(name)
+    def __contains__(self, engine_hash: int) -> bool:
+        asked = np.uint64(engine_hash)
         return any(
             len(words) and kernels.is_remembered(words, asked)
             for words in (self.words, self._before)

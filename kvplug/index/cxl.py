@@ -1,7 +1,7 @@
 """Blocks between GPUs and CXL pools: what a state means for the copies that a rank has.
 
-In:  stored blocks with CXL metadata and transitions, by engine hash.   Out: holdings and states
-changed.
+In:  stored blocks with CXL metadata and transitions, by engine hash.   Out: the block store and
+states changed.
 
     local_gpu    a copy on the rank's device
     in_transit   the same: nobody else can read the block yet
@@ -24,34 +24,36 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import CxlMetadata, CxlState, Tier
-from kvplug.index.applied import Applied, Refusal
+from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.block_store import BlockStore
 from kvplug.index.cxl_states import EVICTED, POOLED, STATES, CxlStates, placement_of, state_of
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import Holdings
 from kvplug.index.pools import Placement, Placements
 
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
-class Named(NamedTuple):
-    """Blocks of one rank: engine hashes, sequence hashes, and their domain as holdings want it."""
+class RankBlocks(NamedTuple):
+    """Blocks of one rank: engine hashes, sequence hashes, and their hash space as the block store
+    want it.
+    """
 
     rank_number: int
-    names: U64
+    engine_hashes: U64
     hashes: U64
-    domain: Callable[[], tuple[U64, U64]]
+    hash_space: Callable[[], tuple[U64, U64]]
 
-    def only(self, chosen: Mask) -> Named:
+    def only(self, chosen: Mask) -> RankBlocks:
         """Some of them."""
-        return self._replace(names=self.names[chosen], hashes=self.hashes[chosen])
+        return self._replace(engine_hashes=self.engine_hashes[chosen], hashes=self.hashes[chosen])
 
 
 class CxlBlocks:
     """store, move, forget, remove, erase_gone; metadata tells what is known of a block."""
 
-    def __init__(self, numbers: HolderNumbers, holdings: Holdings) -> None:
-        self._numbers, self._holdings = numbers, holdings
+    def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
+        self._numbers, self._block_store = numbers, block_store
         self.placements = Placements(numbers)
         self.states = CxlStates(self.placements)
 
@@ -63,7 +65,9 @@ class CxlBlocks:
         placement = self.placements.placement(int(placement_of(entry)[0]))
         return CxlMetadata(STATES[state_of(entry)[0]], placement.pool_id, placement.workers)
 
-    def store(self, blocks: Named, tier: Tier, said: CxlMetadata, applied: Applied) -> None:
+    def store(
+        self, blocks: RankBlocks, tier: Tier, said: CxlMetadata, applied: ApplyResult
+    ) -> None:
         """These blocks were just stored in the tier: what the metadata of the event adds."""
         is_pooled, num_noted = said.state is CxlState.CXL_POOLED, 0
         # What is in a pool stays there.
@@ -75,14 +79,14 @@ class CxlBlocks:
             num_noted += len(chosen.hashes)
         if is_pooled or said.state is CxlState.EVICTED:
             holder = self._numbers.holder(blocks.rank_number, tier)
-            self._holdings.drop_named(holder, blocks.names, blocks.domain())
+            self._block_store.drop_engine_hashes(holder, blocks.engine_hashes, blocks.hash_space())
             applied.num_stored -= len(blocks.hashes) - is_pooled * num_noted
 
-    def move(self, blocks: Named, said: CxlMetadata, applied: Applied) -> None:
+    def move(self, blocks: RankBlocks, said: CxlMetadata, applied: ApplyResult) -> None:
         """These blocks are in another state now."""
         if said.state is CxlState.EVICTED:
             is_here = self._is_here(blocks)
-            applied.refuse(Refusal.UNKNOWN_BLOCK, int((~is_here).sum()))
+            applied.reject(RejectReason.UNKNOWN_BLOCK, int((~is_here).sum()))
             blocks = blocks.only(is_here)
         for placement, chosen in self._placed(blocks, said, applied):
             self._move_copies(chosen, said.state, placement)
@@ -102,10 +106,10 @@ class CxlBlocks:
         for state, placement, hashes in self.states.items():
             if state is CxlState.CXL_POOLED:
                 held = self._numbers.holders(placement.rank_number)
-                gone = hashes[~self._holdings.which_held(hashes, held)]
+                gone = hashes[~self._block_store.which_held(hashes, held)]
                 self.states.erase(placement.rank_number, gone)
 
-    def _move_copies(self, blocks: Named, state: CxlState, placement: int) -> None:
+    def _move_copies(self, blocks: RankBlocks, state: CxlState, placement: int) -> None:
         device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
         match state:
             case CxlState.CXL_POOLED:
@@ -119,46 +123,48 @@ class CxlBlocks:
                 self._leave_pools(blocks)
                 self._drop(device, blocks.only((states != POOLED) & (states != EVICTED)))
 
-    def _enter_pool(self, blocks: Named, placement: int) -> None:
+    def _enter_pool(self, blocks: RankBlocks, placement: int) -> None:
         self._hold(self.placements.holder(placement), blocks)
         self._leave_pools(blocks, but=placement)
 
-    def _leave_pools(self, blocks: Named, *, but: int = -1) -> None:
+    def _leave_pools(self, blocks: RankBlocks, *, but: int = -1) -> None:
         entries = self.states.find(blocks.rank_number, blocks.hashes)
         placements = np.where(state_of(entries) == POOLED, placement_of(entries), -1)
         for placement in set(np.unique(placements).tolist()) - {-1, but}:
             self._drop(self.placements.holder(placement), blocks.only(placements == placement))
 
-    def _hold(self, holder: int, blocks: Named) -> None:
+    def _hold(self, holder: int, blocks: RankBlocks) -> None:
         """The holder has a copy of each block, if it had none."""
-        held = self._holdings.which_held(blocks.hashes, [holder])
-        self._holdings.copy(holder, blocks.hashes[~held])
+        held = self._block_store.which_held(blocks.hashes, [holder])
+        self._block_store.copy(holder, blocks.hashes[~held])
 
-    def _drop(self, holder: int, blocks: Named) -> None:
+    def _drop(self, holder: int, blocks: RankBlocks) -> None:
         """The holder has no copy any more, however many it had."""
-        num_had = len(blocks.names)
+        num_had = len(blocks.engine_hashes)
         while num_had:
-            blocks = blocks.only(self._holdings.which_held(blocks.hashes, [holder]))
-            num_had = self._holdings.drop_named(holder, blocks.names, blocks.domain())
+            blocks = blocks.only(self._block_store.which_held(blocks.hashes, [holder]))
+            num_had = self._block_store.drop_engine_hashes(
+                holder, blocks.engine_hashes, blocks.hash_space()
+            )
 
-    def _note(self, blocks: Named, state: CxlState, placement: int) -> None:
+    def _note(self, blocks: RankBlocks, state: CxlState, placement: int) -> None:
         if state is CxlState.LOCAL_GPU and self.placements.placement(placement).is_unknown:
             self.states.erase(blocks.rank_number, blocks.hashes)
         else:
             self.states.put(blocks.rank_number, blocks.hashes, state, placement)
 
-    def _is_pooled(self, blocks: Named) -> Mask:
+    def _is_pooled(self, blocks: RankBlocks) -> Mask:
         return np.asarray(state_of(self.states.find(blocks.rank_number, blocks.hashes)) == POOLED)
 
-    def _is_here(self, blocks: Named) -> Mask:
+    def _is_here(self, blocks: RankBlocks) -> Mask:
         """Whether the rank has something to evict, or has had it."""
         device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
-        held = self._holdings.which_held(blocks.hashes, [device])
+        held = self._block_store.which_held(blocks.hashes, [device])
         return np.asarray(held | (self.states.find(blocks.rank_number, blocks.hashes) != 0))
 
     def _placed(
-        self, blocks: Named, said: CxlMetadata, applied: Applied
-    ) -> Iterator[tuple[int, Named]]:
+        self, blocks: RankBlocks, said: CxlMetadata, applied: ApplyResult
+    ) -> Iterator[tuple[int, RankBlocks]]:
         """The blocks by where they are now; those of which that is not known are refused."""
         before = placement_of(self.states.find(blocks.rank_number, blocks.hashes))
         for number in np.unique(before).tolist():
@@ -167,11 +173,11 @@ class CxlBlocks:
             last = last if number < 0 else self.placements.placement(number)
             placement = last.moved(said.pool_id, said.accessible_workers)
             if said.state is CxlState.CXL_POOLED and placement.pool_id is None:
-                applied.refuse(Refusal.UNKNOWN_POOL, len(chosen.hashes))
+                applied.reject(RejectReason.UNKNOWN_POOL, len(chosen.hashes))
                 continue
             now = self._number_of(placement)
             if now is None:
-                applied.refuse(Refusal.TOO_MANY_POOLS, len(chosen.hashes))
+                applied.reject(RejectReason.TOO_MANY_POOLS, len(chosen.hashes))
             else:
                 yield now, chosen
 
@@ -192,10 +198,10 @@ class CxlBlocks:
                 number = self.placements.find(placement)
                 holder = -1 if number is None else self.placements.holder(number)
                 num_pooled[holder] = len(hashes)
-                if not self._holdings.which_held(hashes, [holder]).all():
+                if not self._block_store.which_held(hashes, [holder]).all():
                     raise IndexCorruptError("cxl: a pooled block without a copy in its pool")
-        counted = self._holdings.copies.items()[1] >> np.uint64(32)
+        counted = self._block_store.copies.items()[1] >> np.uint64(32)
         if np.isin(counted, list(num_pooled)).any():
             raise IndexCorruptError("cxl: two copies of a block in one pool")
-        if any(self._holdings.num_held(h) != number for h, number in num_pooled.items()):
+        if any(self._block_store.num_held(h) != number for h, number in num_pooled.items()):
             raise IndexCorruptError("cxl: a copy in a pool of a block that is not pooled")

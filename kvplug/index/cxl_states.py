@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import CxlState
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.expiring import mark_of
 from kvplug.index.hash_table import HashTable
 from kvplug.index.pools import Placement, Placements
@@ -52,7 +52,7 @@ class CxlStates:
     def __init__(self, placements: Placements, max_retained: int = MAX_RETAINED) -> None:
         self.num_lost = 0  # entries that had to go
         self._placements, self._max_retained = placements, max_retained
-        self.table = HashTable(Changes(is_tight=True))
+        self.table = HashTable(ArrayVersion(is_tight=True))
         self._ring: U64 = np.zeros(0, dtype=np.uint64)
         self._next = 1
 
@@ -71,7 +71,7 @@ class CxlStates:
 
     def load(self, slots: U64, ring: U64) -> None:
         """Be what other states were; their placements are loaded."""
-        self.table, self._ring = HashTable(Changes(is_tight=True), slots), ring
+        self.table, self._ring = HashTable(ArrayVersion(is_tight=True), slots), ring
         serials = self.table.items()[1] >> _SERIAL_SHIFT
         self._next = 1 + int(serials.max(initial=0))
 

@@ -1,7 +1,7 @@
-"""Many events of a rank to holdings in one kernel call: records, and packed events.
+"""Many events of a rank to the block store in one kernel call: records, and packed events.
 
-In:  events of one rank as arrays or bytes.   Out: holdings, the rank's domain and the speculative
-blocks changed.
+In:  events of one rank as arrays or bytes.   Out: the block store, the rank's hash space and the
+speculative blocks changed.
 
 What it cannot do is left to BlockIndex, event by event: kernels/applying.py says what that is.
 """
@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from kvplug.errors import DecodeError
 from kvplug.events import Rank
-from kvplug.index.applied import Applied, Refusal
-from kvplug.index.domain import Domain
-from kvplug.index.domains import Domains
+from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.capacity_guard import CapacityGuard
 from kvplug.index.expiring import ExpiringBlocks, mark_of
-from kvplug.index.room import Room
+from kvplug.index.hash_space import HashSpace
+from kvplug.index.hash_spaces import HashSpaces
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle
@@ -40,21 +40,21 @@ class EventApplier:
     def __init__(
         self,
         block_size: int,
-        domains: Domains,
-        room: Room,
+        hash_spaces: HashSpaces,
+        capacity_guard: CapacityGuard,
         speculative: ExpiringBlocks,
-        is_wanted: Flag,
+        query_waiting: Flag,
     ) -> None:
         self._block_size = block_size
-        self._domains, self._numbers = domains, domains.numbers
-        self._room, self._holdings = room, room.holdings
-        self._speculative, self._is_wanted = speculative, is_wanted
-        self._changes = room.holdings.changes
+        self._hash_spaces, self._numbers = hash_spaces, hash_spaces.numbers
+        self._capacity_guard, self._block_store = capacity_guard, capacity_guard.block_store
+        self._speculative, self._is_wanted = speculative, query_waiting
+        self._version = capacity_guard.block_store.version
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
         # What stays the same between calls, until an array grows or a rank comes or goes.
         self._bundles: dict[Rank, Bundle] = {}
-        self._num_changes = 0
+        self._seen_version = 0
         self._make_payload(_MIN_PAYLOAD)
 
     @property
@@ -74,21 +74,23 @@ class EventApplier:
         return int(self._counts[kernels.NUM_WANTED]) if is_over else 0
 
     def apply_records(
-        self, rank: Rank, domain: Domain, records: Records, first: int, max_blocks: int,
-        applied: Applied,
+        self, rank: Rank, hash_space: HashSpace, records: Records, first: int, max_blocks: int,
+        applied: ApplyResult,
     ) -> int:  # fmt: skip
         """Apply from record `first` on; returns the number of the first that was not applied."""
         at, again = first, True
         while again:
             at = int(kernels.apply_records(
                 at, records.num_events, max_blocks, self._block_size,
-                records.records, records.parents, records.names, records.tokens,
-                self._bundle_for(rank, domain),
+                records.records, records.parents, records.engine_hashes, records.tokens,
+                self._bundle_for(rank, hash_space),
             ))  # fmt: skip
-            again = self._count(rank, domain, applied)
+            again = self._count(rank, hash_space, applied)
         return at
 
-    def apply_packed(self, rank: Rank, domain: Domain, payload: bytes) -> tuple[Applied, int]:
+    def apply_packed(
+        self, rank: Rank, hash_space: HashSpace, payload: bytes
+    ) -> tuple[ApplyResult, int]:
         """What became of a payload, and the number of the event that needs a decision; -1: none."""
         try:
             end = len(payload)
@@ -97,18 +99,18 @@ class EventApplier:
             self._payload[:end] = payload
         except TypeError as error:
             raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
-        result = apply_packed(0, 0, end, self._bundle_for(rank, domain))
+        result = apply_packed(0, 0, end, self._bundle_for(rank, hash_space))
         if result >= 0:
-            return Applied(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1
-        return self._go_on(rank, domain, end, result)
+            return ApplyResult(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1
+        return self._go_on(rank, hash_space, end, result)
 
     def _go_on(
-        self, rank: Rank, domain: Domain, num_bytes: int, result: int
-    ) -> tuple[Applied, int]:
-        applied = Applied()
-        while result < 0 and self._count(rank, domain, applied):
+        self, rank: Rank, hash_space: HashSpace, num_bytes: int, result: int
+    ) -> tuple[ApplyResult, int]:
+        applied = ApplyResult()
+        while result < 0 and self._count(rank, hash_space, applied):
             first, at = -1 - result, int(self._counts[kernels.POSITION])
-            result = apply_packed(first, at, num_bytes, self._bundle_for(rank, domain))
+            result = apply_packed(first, at, num_bytes, self._bundle_for(rank, hash_space))
         if result < 0:
             is_done = self._counts[kernels.WHY] == kernels.DONE
             return applied, -1 if is_done else int(-1 - result)
@@ -122,30 +124,30 @@ class EventApplier:
         self._max_payload = num_bytes
         self._bundles.clear()
 
-    def _bundle_for(self, rank: Rank, domain: Domain) -> U64:
-        if self._num_changes == self._changes.count:
+    def _bundle_for(self, rank: Rank, hash_space: HashSpace) -> U64:
+        if self._seen_version == self._version.count:
             bundle = self._bundles.get(rank)
             if bundle is not None:
                 return bundle.words
-        return self._collect_anew(rank, domain).words
+        return self._collect_anew(rank, hash_space).words
 
-    def _collect_anew(self, rank: Rank, domain: Domain) -> Bundle:
-        # The rank may get its numbers only now, which changes the members of its domain.
+    def _collect_anew(self, rank: Rank, hash_space: HashSpace) -> Bundle:
+        # The rank may get its numbers only now, which changes the members of its hash space.
         holders = self._numbers.holder_of_tier(self._numbers.number_of(rank))
-        if self._num_changes != self._changes.count:
+        if self._seen_version != self._version.count:
             self._bundles.clear()
-            self._num_changes = self._changes.count
-        bundle = self._bundles[rank] = self._collect(rank, domain, holders)
+            self._seen_version = self._version.count
+        bundle = self._bundles[rank] = self._collect(rank, hash_space, holders)
         return bundle
 
-    def _collect(self, rank: Rank, domain: Domain, holders: I64) -> Bundle:
+    def _collect(self, rank: Rank, hash_space: HashSpace, holders: I64) -> Bundle:
         number = self._numbers.number_of(rank)
-        names, expected = domain.table.slots, self._speculative.table.slots
+        space_slots, expected = hash_space.table.slots, self._speculative.table.slots
         of_rank = np.concatenate([[mark_of(number)], holders.astype(np.uint64)])
         return Bundle(
-            *self._holdings.arrays,
-            names,
-            self._domains.members_of(domain),
+            *self._block_store.arrays,
+            space_slots,
+            self._hash_spaces.members_of(hash_space),
             expected,
             of_rank,
             self._scratch,
@@ -154,28 +156,28 @@ class EventApplier:
             self._is_wanted,
         )
 
-    def _count(self, rank: Rank, domain: Domain, applied: Applied) -> bool:
+    def _count(self, rank: Rank, hash_space: HashSpace, applied: ApplyResult) -> bool:
         """Add up what a call has done; whether there was no room, and is now."""
         num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
         applied.num_stored += num_stored
         applied.num_removed += num_removed
         if num_unknown:
-            applied.refuse(Refusal.UNKNOWN_BLOCK, num_unknown)
+            applied.reject(RejectReason.UNKNOWN_BLOCK, num_unknown)
         return why in (kernels.NEEDS_ROOM, kernels.NEEDS_RUNS) and self._make_room(
-            rank, domain, num_wanted, comes=why == kernels.NEEDS_ROOM
+            rank, hash_space, num_wanted, comes=why == kernels.NEEDS_ROOM
         )
 
-    def _make_room(self, rank: Rank, domain: Domain, num_blocks: int, comes: bool) -> bool:
+    def _make_room(self, rank: Rank, hash_space: HashSpace, num_blocks: int, comes: bool) -> bool:
         """False if the bounds forbid that so many blocks come; they may always go."""
         holder = int(self._numbers.holder_of_tier(self._numbers.number_of(rank)).max())
         if not comes:
-            self._holdings.reserve_runs(holder, num_blocks)
-        elif self._room.is_over_bytes(domain, holder, num_blocks):
+            self._block_store.reserve_runs(holder, num_blocks)
+        elif self._capacity_guard.is_over_bytes(hash_space, holder, num_blocks):
             return False
         else:
-            domain.table.reserve(num_blocks)
-            self._holdings.reserve(holder, num_blocks)
+            hash_space.table.reserve(num_blocks)
+            self._block_store.reserve(holder, num_blocks)
         if 3 * num_blocks > len(self._scratch):
             self._scratch = np.empty(6 * num_blocks, dtype=np.uint64)
-        self._changes.count += 1
+        self._version.count += 1
         return True

@@ -1,6 +1,6 @@
 """Which blocks leave an index that is full: tails of runs that were not used for the longest time.
 
-In:  holdings, how many blocks have to go.   Out: an Eviction, to be advanced like a clear.
+In:  the block store, how many blocks have to go.   Out: an Eviction, to be advanced like a clear.
 
 A run gives up blocks from its end, down to the deepest one that another run follows; a chain is
 given up from its tail and its head stays longest. Runs whose parent nobody knows, left over from
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.bounds import Lost, LostNames
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
+from kvplug.index.block_store import BlockStore
+from kvplug.index.bounds import EvictedHashFilter, EvictionStats
 from kvplug.index.hash_table import HashTable
-from kvplug.index.holdings import Holdings
-from kvplug.index.sweeping import Named, Sweep
+from kvplug.index.sweeping import SpaceArrays, Sweep
 from kvplug.kernels import evicting as kernels
 from kvplug.kernels import runs, sweeping
 
@@ -43,21 +43,21 @@ class Eviction(Sweep):
     """`num_blocks` blocks leave by the time it is done; 0 if nothing can."""
 
     def __init__(
-        self, holdings: Holdings, domains: Sequence[Named], num_wanted: int, lost: Lost,
-        names: LostNames,
+        self, block_store: BlockStore, hash_spaces: Sequence[SpaceArrays], num_wanted: int, lost:
+        EvictionStats, evicted: EvictedHashFilter,
     ) -> None:  # fmt: skip
-        super().__init__(holdings)
-        self._domains, self._gone = domains, HashTable(Changes(is_tight=True))
-        cut = _choose(holdings, num_wanted)
+        super().__init__(block_store)
+        self._hash_spaces, self._gone = hash_spaces, HashTable(ArrayVersion(is_tight=True))
+        cut = _choose(block_store, num_wanted)
         self.num_blocks = int(cut.num_blocks.sum())
         self.is_done = not self.num_blocks
         if self.num_blocks:
             self._gone.reserve(self.num_blocks)
-            self._remembered = names.reserve(self.num_blocks, len(holdings))
+            self._remembered = evicted.reserve(self.num_blocks, len(block_store))
             self._cut(cut, lost)
 
-    def _cut(self, cut: _Cut, lost: Lost) -> None:
-        held = self.holdings
+    def _cut(self, cut: _Cut, lost: EvictionStats) -> None:
+        held = self.block_store
         sets = held.runs.column(runs.SET)[cut.runs].astype(np.int64)
         lost.num_blocks += self.num_blocks
         lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
@@ -65,27 +65,27 @@ class Eviction(Sweep):
         kernels.cut_runs(cut.runs, cut.ends, held.runs.words, *held.sets.arrays)
 
     def _run(self) -> Iterator[bool]:
-        held, gone = self.holdings, self._gone.slots
+        held, gone = self.block_store, self._gone.slots
         words, table = held.runs.words, held.table.slots
         yield from self._pass(
             held.table.capacity,
             lambda first, last: kernels.evict_blocks(first, last, words, table, gone),
         )
         sweeping.free_dead_runs(words)
-        for names, _ in self._domains:
-            yield from self._evict_names(names)
+        for slots, _ in self._hash_spaces:
+            yield from self._evict_engine_hashes(slots)
         yield from self._sweep_copies()
         yield True
 
-    def _evict_names(self, names: U64) -> Iterator[bool]:
+    def _evict_engine_hashes(self, slots: U64) -> Iterator[bool]:
         gone, remembered = self._gone.slots, self._remembered
         yield from self._pass(
-            len(names) // 2 - 1,
-            lambda first, last: kernels.evict_names(first, last, gone, names, remembered),
+            len(slots) // 2 - 1,
+            lambda first, last: kernels.evict_engine_hashes(first, last, gone, slots, remembered),
         )
 
 
-def _choose(held: Holdings, num_wanted: int) -> _Cut:
+def _choose(held: BlockStore, num_wanted: int) -> _Cut:
     """Whole tails of the runs that were not used for the longest time, and a part of one more."""
     starts, ends = _depths(held, runs.START), _depths(held, runs.END)
     num_blocks, age = held.runs.num_blocks, held.runs.age
@@ -106,11 +106,11 @@ def _choose(held: Holdings, num_wanted: int) -> _Cut:
     return _Cut(chosen, new_ends, num_cut)
 
 
-def _depths(held: Holdings, word: np.uint64) -> I64:
+def _depths(held: BlockStore, word: np.uint64) -> I64:
     return held.runs.column(word).astype(np.int64)
 
 
-def _children(held: Holdings, starts: I64, ends: I64) -> tuple[I64, Mask]:
+def _children(held: BlockStore, starts: I64, ends: I64) -> tuple[I64, Mask]:
     """The deepest block of each run that another run follows (before its start: none), and which
     runs follow nobody knows what.
     """

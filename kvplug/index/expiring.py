@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
 from kvplug.kernels.expiring import Ring
@@ -55,16 +55,16 @@ class ExpiringBlocks:
         ttl_s: float,
         capacity: int = _CAPACITY,
         *,
-        changes: Changes | None = None,
+        version: ArrayVersion | None = None,
         max_more_expired: int = 64,
     ) -> None:
         """An insertion expires at most as many entries as it brings, and `max_more_expired`.
 
-        `changes` counts when `table.slots` or one of `query_arrays` has become another array.
+        `version` counts when `table.slots` or one of `query_arrays` has become another array.
         """
         self.ttl_s, self.capacity, self.max_more_expired = ttl_s, capacity, max_more_expired
-        self._changes = changes or Changes()
-        self.table = HashTable(self._changes)
+        self._version = version or ArrayVersion()
+        self.table = HashTable(self._version)
         self._keys: U64 = np.zeros(0, dtype=np.uint64)
         self._deadlines: F64 = np.zeros(0)
         self._links: I32 = np.zeros(0, dtype=np.int32)
@@ -187,7 +187,7 @@ class ExpiringBlocks:
         if missing > 0:
             more: I64 = np.zeros(missing + len(self._state), dtype=np.int64)
             self._state = np.concatenate([self._state, more])
-            self._changes.count += 1
+            self._version.count += 1
 
     def _add_nodes(self, num_more: int) -> None:
         """Free nodes, linked in behind the free ones' end: right before the first in use."""
@@ -195,7 +195,7 @@ class ExpiringBlocks:
         self._keys = np.concatenate([self._keys, np.zeros(num_more, dtype=np.uint64)])
         self._deadlines = np.concatenate([self._deadlines, np.zeros(num_more)])
         self._links = np.concatenate([self._links, _chain(start, end)])
-        self._changes.count += 1
+        self._version.count += 1
         if start:
             self._join_circle(start, end)
 

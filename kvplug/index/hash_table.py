@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.memory import zeros
 from kvplug.kernels import table as kernels
 
@@ -27,13 +27,13 @@ _GROWTH = 1.15
 class HashTable:
     """len(), find, put, erase, batched; never shrinks below what it needed once.
 
-    `slots` may be changed by a kernel in between, after `reserve`; `changes` counts when it has
+    `slots` may be changed by a kernel in between, after `reserve`; `version` counts when it has
     become another array.
     """
 
-    def __init__(self, changes: Changes | None = None, slots: U64 | None = None) -> None:
+    def __init__(self, version: ArrayVersion | None = None, slots: U64 | None = None) -> None:
         self.slots: U64 = _empty(_MIN_CAPACITY) if slots is None else slots
-        self._changes = changes or Changes()
+        self._version = version or ArrayVersion()
 
     def __len__(self) -> int:
         return int(self.slots[-2])
@@ -105,7 +105,7 @@ class HashTable:
         slots[-1] = self.limit
         kernels.rehash(self.slots, slots)
         self.slots = slots
-        self._changes.count += 1
+        self._version.count += 1
 
     def _capacity_for(self, num_more: int) -> int:
         needed = len(self) + num_more
@@ -115,7 +115,7 @@ class HashTable:
             if (
                 step > self.capacity
                 and needed <= _most_entries(step)
-                and not self._changes.is_tight
+                and not self._version.is_tight
             ):
                 return step
         return max(int(self.capacity * _GROWTH), _least_capacity(needed))

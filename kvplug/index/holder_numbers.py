@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, Tier
-from kvplug.index.changes import Changes
-from kvplug.kernels.reach import NUM_CLASSES
+from kvplug.index.array_version import ArrayVersion
+from kvplug.kernels.prefix_lengths import NUM_CLASSES
 
 I64 = npt.NDArray[np.int64]
 
@@ -28,14 +28,14 @@ class HolderNumbers:
     """Who is behind a number, and which numbers a rank has.
 
     owner: int64[a power of two, at least 64], who is behind each holder: NUM_CLASSES * rank number
-    + tier, -1 nobody, below that a pool (kernels/reach.py).
+    + tier, -1 nobody, below that a pool (kernels/prefix_lengths.py).
     readers: int64[n], the ranks that can read each pool, the one that put the copies there first.
     """
 
-    def __init__(self, changes: Changes | None = None) -> None:
+    def __init__(self, version: ArrayVersion | None = None) -> None:
         self.ranks: list[Rank | None] = []
         self.owner: I64 = np.full(_MIN_HOLDERS, _NOBODY, dtype=np.int64)
-        self._changes = changes or Changes()
+        self._version = version or ArrayVersion()
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
         self._holder_of_tier: dict[int, I64] = {}
@@ -67,7 +67,7 @@ class HolderNumbers:
             return self._number_of[rank]
         number = self.ranks.index(None) if None in self.ranks else len(self.ranks)
         self.ranks[number : number + 1] = [rank]
-        self._changes.count += 1
+        self._version.count += 1
         self._number_of[rank] = number
         self._list_readers()
         return number
@@ -88,13 +88,13 @@ class HolderNumbers:
             if behind >= 0:
                 rank_number, tier = divmod(behind, NUM_CLASSES)
                 self._holder_of[rank_number, Tier(tier)] = holder
-        self._changes.count += 1
+        self._version.count += 1
 
     def remove(self, rank: Rank) -> None:
         """The rank and its holders have no numbers any more."""
         number = self._number_of.pop(rank)
         self.ranks[number] = None
-        self._changes.count += 1
+        self._version.count += 1
         self._holder_of_tier.pop(number, None)
         for tier in Tier:
             holder = self._holder_of.pop((number, tier), None)
@@ -111,7 +111,7 @@ class HolderNumbers:
         self._pools[holder] = rank_number, workers
         self._pools_of.setdefault(rank_number, []).append(holder)
         self.readers = np.append(self.readers, self._readers_behind(len(self.readers), holder))
-        self._changes.count += 1
+        self._version.count += 1
         return holder
 
     def remove_pools(self, holders: list[int]) -> None:
@@ -121,7 +121,7 @@ class HolderNumbers:
             self._pools_of[rank_number].remove(holder)
             self.owner[holder] = _NOBODY
         self._list_readers()
-        self._changes.count += 1
+        self._version.count += 1
 
     def pools_of(self, rank_number: int) -> list[int]:
         """The holder numbers of the rank's copies in pools."""
@@ -139,7 +139,7 @@ class HolderNumbers:
         if holder is None:
             holder = self._holder_of[rank_number, tier] = self._free_holder()
             self._holder_of_tier.pop(rank_number, None)
-            self._changes.count += 1
+            self._version.count += 1
             self.owner[holder] = NUM_CLASSES * rank_number + tier
         return holder
 

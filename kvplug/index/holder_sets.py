@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.kernels import holders as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -24,7 +24,7 @@ _MAX_LOAD = 0.5
 class HolderSets:
     """len(), reserve, mask_of, any_of; kernels change the arrays."""
 
-    def __init__(self, changes: Changes | None = None) -> None:
+    def __init__(self, version: ArrayVersion | None = None) -> None:
         self.words = 1
         self.bits: U64 = np.zeros(_MIN_SETS, dtype=np.uint64)
         self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
@@ -32,7 +32,7 @@ class HolderSets:
         self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
         self.header: I64 = np.zeros(kernels.NUM_HELD + 64, dtype=np.int64)
         self.header[: kernels.NUM_HELD] = self.words, 1, 0
-        self._changes = changes or Changes()
+        self._version = version or ArrayVersion()
 
     def __len__(self) -> int:
         """Number of distinct sets in use, the empty one not counted."""
@@ -71,14 +71,14 @@ class HolderSets:
         as_bits = np.unpackbits(self.bits.view(np.uint8)).reshape(-1, 64 * self.words)
         return np.asarray(as_bits.sum(axis=1, dtype=np.int64))
 
-    def reserve(self, holder: int, num_changes: int) -> None:
+    def reserve(self, holder: int, version: int) -> None:
         """Make room for the holder's number and for as many new sets as runs may need.
 
         Each set in use, and the empty one, turns into at most one new set.
         """
         if holder >= 64 * self.words:
             self._widen(self._words_for(holder))
-        capacity = self._capacity_for(num_changes)
+        capacity = self._capacity_for(version)
         if capacity > self.capacity:
             self._grow(capacity)
 
@@ -87,17 +87,17 @@ class HolderSets:
         """How many numbers there are, the empty set's included."""
         return len(self.meta) // 2
 
-    def grown_nbytes(self, holder: int, num_changes: int) -> int:
+    def grown_nbytes(self, holder: int, version: int) -> int:
         """Bytes of memory that the arrays would have after `reserve`."""
-        capacity, words = self._capacity_for(num_changes), self._words_for(holder)
+        capacity, words = self._capacity_for(version), self._words_for(holder)
         return capacity * (8 * words + 16) + 4 * int(capacity / _MAX_LOAD)
 
     def _words_for(self, holder: int) -> int:
         fits = holder < 64 * self.words
         return self.words if fits else max(2 * self.words, holder // 64 + 1)
 
-    def _capacity_for(self, num_changes: int) -> int:
-        needed = len(self) + min(num_changes, len(self) + 1) + 2
+    def _capacity_for(self, version: int) -> int:
+        needed = len(self) + min(version, len(self) + 1) + 2
         return self.capacity if needed <= self.capacity else max(2 * self.capacity, needed)
 
     def any_of(self, holders: list[int]) -> Mask:
@@ -147,7 +147,7 @@ class HolderSets:
         self.bits, self.words = wide.reshape(-1), words
         self.header = np.concatenate([self.header, more])
         self.header[kernels.WORDS] = words
-        self._changes.count += 1
+        self._version.count += 1
 
     def _grow(self, capacity: int) -> None:
         old = len(self.meta) // 2
@@ -160,4 +160,4 @@ class HolderSets:
         self.meta = np.concatenate([self.meta, fresh])
         self.intern = np.zeros(int(capacity / _MAX_LOAD), dtype=np.uint32)
         kernels.reintern(self.words, capacity, self.meta, self.intern)
-        self._changes.count += 1
+        self._version.count += 1

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import MoeLabel
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
+from kvplug.index.block_store import BlockStore
 from kvplug.index.expiring import mark_of
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import Holdings
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -33,11 +33,11 @@ _MIN_LABELS = 1024
 class MoeLabels:
     """put, erase_gone, forget; num_aligned counts."""
 
-    def __init__(self, numbers: HolderNumbers, holdings: Holdings) -> None:
-        self._numbers, self._holdings = numbers, holdings
+    def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
+        self._numbers, self._block_store = numbers, block_store
         self._number_of: dict[MoeLabel, int] = {}
         self._next, self._max_labels = 1, _MIN_LABELS
-        self.table = HashTable(Changes(is_tight=True))
+        self.table = HashTable(ArrayVersion(is_tight=True))
         self.are_any = False  # may be True when the last one has just gone
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class MoeLabels:
 
     def load(self, state: list[tuple[MoeLabel, int]], slots: U64) -> None:
         """Be what other labels were."""
-        self._number_of, self.table = dict(state), HashTable(Changes(is_tight=True), slots)
+        self._number_of, self.table = dict(state), HashTable(ArrayVersion(is_tight=True), slots)
         self._next = 1 + max(self._number_of.values(), default=0)
         self.are_any = len(self.table) > 0
 
@@ -91,7 +91,7 @@ class MoeLabels:
         if not self.are_any:
             return
         hashes = self._hashes_of(rank_number)
-        gone = hashes[~self._holdings.which_held(hashes, but or [])]
+        gone = hashes[~self._block_store.which_held(hashes, but or [])]
         self.table.erase(gone ^ mark_of(rank_number))
 
     def num_aligned(self, hashes: U64, label: MoeLabel, depths: I64) -> I64:
@@ -121,7 +121,7 @@ class MoeLabels:
         return np.asarray(keys[values & _RANK == np.uint64(rank_number)] ^ mark_of(rank_number))
 
     def _is_held(self, rank_number: int, hashes: U64) -> Mask:
-        return self._holdings.which_held(hashes, self._numbers.holders(rank_number))
+        return self._block_store.which_held(hashes, self._numbers.holders(rank_number))
 
     def _value(self, number: int, rank_number: int) -> np.uint64:
         return np.uint64(number << int(_LABEL_SHIFT) | rank_number)

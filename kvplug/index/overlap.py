@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import matching, reach
+from kvplug.kernels import matching, prefix_lengths
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -44,31 +44,33 @@ class Overlap:
         return row
 
     @property
-    def reach(self) -> I64:
-        """int64[NUM_REACHES, ranks], by class of memory, nothing expected (reach.REACHES)."""
-        return self._rows[: reach.NUM_REACHES]
+    def prefix_lengths(self) -> I64:
+        """int64[NUM_SCOPES, ranks], by class of memory, nothing expected
+        (prefix_lengths.SCOPES).
+        """
+        return self._rows[: prefix_lengths.NUM_SCOPES]
 
     @property
     def device(self) -> I64:
         """int64[ranks], on the rank's device."""
-        return np.asarray(self._rows[reach.ON_DEVICE])
+        return np.asarray(self._rows[prefix_lengths.ON_DEVICE])
 
     @property
     def host(self) -> I64:
         """int64[ranks], there or in host memory: `device` and its extension."""
-        return np.asarray(self._rows[reach.IN_HOST])
+        return np.asarray(self._rows[prefix_lengths.IN_HOST])
 
     @property
     def disk(self) -> I64:
         """int64[ranks], there or on disk: `host` and its extension."""
-        return np.asarray(self._rows[reach.ON_DISK])
+        return np.asarray(self._rows[prefix_lengths.ON_DISK])
 
     @property
     def cxl_accessible(self) -> I64:
         """int64[ranks], on the device, or in CXL pools that the rank can read."""
-        return np.asarray(self._rows[reach.ON_DEVICE_OR_POOLED])
+        return np.asarray(self._rows[prefix_lengths.ON_DEVICE_OR_POOLED])
 
     @property
     def held(self) -> I64:
         """int64[ranks], in any memory: `depth` without what is expected."""
-        return np.asarray(self._rows[reach.ANY])
+        return np.asarray(self._rows[prefix_lengths.ANY])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.memory import zeros
 from kvplug.kernels import runs as kernels
 
@@ -24,9 +24,9 @@ _SHIFT, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 class RunTable:
     """len(), reserve; the words of all runs as arrays by run number."""
 
-    def __init__(self, changes: Changes | None = None, words: U64 | None = None) -> None:
+    def __init__(self, version: ArrayVersion | None = None, words: U64 | None = None) -> None:
         self.words: U64 = np.zeros(0, dtype=np.uint64) if words is None else words
-        self._changes = changes or Changes()
+        self._version = version or ArrayVersion()
         if words is None:
             self._grow(_MIN_RUNS)
             self.words[int(kernels.START)] = 1
@@ -122,4 +122,4 @@ class RunTable:
         starts = words.reshape(-1, kernels.WIDTH)[:, int(kernels.START)]
         starts[max(1, old) :] = np.arange(max(1, old) + 1, capacity + 1)
         self.words = words
-        self._changes.count += 1
+        self._version.count += 1

@@ -1,8 +1,9 @@
 """Events one by one: whatever needs a decision, and forms that the kernels do not read.
 
-In:  an event of a rank.   Out: holdings, names and what is known besides, changed; counts.
+In:  an event of a rank.   Out: the block store, engine hashes and what is known besides, changed;
+counts.
 
-What is not certain is refused and counted, never guessed (kvplug/index/applied.py).
+What is not certain is refused and counted, never guessed (kvplug/index/apply_result.py).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, as_tokens, seed_of
-from kvplug.index.applied import Applied, Refusal
-from kvplug.index.besides import Besides
-from kvplug.index.cxl import Named
-from kvplug.index.domains import Domains
+from kvplug.index.annotations import BlockAnnotations
+from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.block_store import BlockSpan
+from kvplug.index.capacity_guard import CapacityGuard
+from kvplug.index.cxl import RankBlocks
+from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.holdings import Stretch
-from kvplug.index.room import Room
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 
 U64 = npt.NDArray[np.uint64]
@@ -47,16 +48,20 @@ class SingleEvents:
         self,
         hasher: BlockHasher,
         numbers: HolderNumbers,
-        domains: Domains,
-        room: Room,
-        besides: Besides,
+        hash_spaces: HashSpaces,
+        capacity_guard: CapacityGuard,
+        annotations: BlockAnnotations,
         clear: Callable[[Rank, Tier | None], int],
     ) -> None:
-        self._hasher, self._numbers, self._domains = hasher, numbers, domains
-        self._room, self._holdings, self._clear = room, room.holdings, clear
-        self._speculative, self._cxl, self._labels = besides
+        self._hasher, self._numbers, self._hash_spaces = hasher, numbers, hash_spaces
+        self._capacity_guard, self._block_store, self._clear = (
+            capacity_guard,
+            capacity_guard.block_store,
+            clear,
+        )
+        self._speculative, self._cxl, self._labels = annotations
 
-    def apply(self, rank: Rank, event: Event, applied: Applied) -> None:
+    def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         """Remember one event."""
         match event:
             case BlockStored():
@@ -70,118 +75,128 @@ class SingleEvents:
             case CxlStateTransition():
                 self._move(rank, event, applied)
 
-    def apply_packed(self, rank: Rank, event: PackedEvent, applied: Applied) -> None:
+    def apply_packed(self, rank: Rank, event: PackedEvent, applied: ApplyResult) -> None:
         """Remember one packed event."""
         match event:
             case PackedRemoved():
-                removed = BlockRemoved(block_hashes=_names(event.names), tier=event.tier)
+                removed = BlockRemoved(
+                    block_hashes=_as_engine_hashes(event.engine_hashes), tier=event.tier
+                )
                 return self._remove(rank, removed, applied)
             case PackedCleared():
                 number = self._clear(rank, event.tier)
                 return applied.clear(number, everything=event.tier is None)
             case PackedStored():
-                parent = self._domains.hash_of(rank, event.parent)
+                parent = self._hash_spaces.hash_of(rank, event.parent)
                 if event.parent is not None and parent is None:
-                    return applied.refuse(self._why_unknown(event.parent), len(event.names))
-                if len(event.names) != len(event.hashes):
-                    return applied.refuse(Refusal.MISALIGNED, len(event.names))
-                seed = event.seed if parent is None else self._holdings.seed_of(parent)
-                names, hashes = as_hashes(event.names), as_hashes(event.hashes)
+                    return applied.reject(self._why_unknown(event.parent), len(event.engine_hashes))
+                if len(event.engine_hashes) != len(event.hashes):
+                    return applied.reject(RejectReason.MISALIGNED, len(event.engine_hashes))
+                seed = event.seed if parent is None else self._block_store.seed_of(parent)
+                engine_hashes, hashes = as_hashes(event.engine_hashes), as_hashes(event.hashes)
                 return self._hold(
-                    rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied
+                    rank, event.tier, BlockSpan(hashes, parent or 0, seed, engine_hashes), applied
                 )
 
-    def _store(self, rank: Rank, event: BlockStored, applied: Applied) -> None:
+    def _store(self, rank: Rank, event: BlockStored, applied: ApplyResult) -> None:
         num_blocks = len(event.block_hashes)
         if event.block_size != self._hasher.block_size:
-            return applied.refuse(Refusal.BLOCK_SIZE, num_blocks)
+            return applied.reject(RejectReason.BLOCK_SIZE, num_blocks)
         if event.block_size + event.bigrams != self._hasher.window:
-            return applied.refuse(Refusal.BIGRAM_TOKENS, num_blocks)
-        parent = self._domains.hash_of(rank, event.parent)
+            return applied.reject(RejectReason.BIGRAM_TOKENS, num_blocks)
+        parent = self._hash_spaces.hash_of(rank, event.parent)
         if event.parent is not None and parent is None:
-            return applied.refuse(self._why_unknown(event.parent), num_blocks)
+            return applied.reject(self._why_unknown(event.parent), num_blocks)
         seed = self._namespace_seed(event, parent)
         hashes = self._hasher.sequence_hashes(
             as_tokens(event.token_ids), seed, parent=parent, extra_keys=event.extra_keys
         )
         if len(hashes) != num_blocks:
-            return applied.refuse(Refusal.MISALIGNED, num_blocks)
-        names, num_stored = _as_u64(event.block_hashes), applied.num_stored
-        self._hold(rank, event.tier, Stretch(hashes, parent or 0, seed, names), applied)
+            return applied.reject(RejectReason.MISALIGNED, num_blocks)
+        engine_hashes, num_stored = _as_u64(event.block_hashes), applied.num_stored
+        self._hold(rank, event.tier, BlockSpan(hashes, parent or 0, seed, engine_hashes), applied)
         if applied.num_stored > num_stored and (event.cxl is not None or event.moe is not None):
-            self._annotate(self._blocks(rank, names, hashes), event, applied)
+            self._annotate(self._blocks(rank, engine_hashes, hashes), event, applied)
         return None
 
-    def _annotate(self, blocks: Named, event: BlockStored, applied: Applied) -> None:
+    def _annotate(self, blocks: RankBlocks, event: BlockStored, applied: ApplyResult) -> None:
         if event.cxl is not None:
             self._cxl.store(blocks, event.tier, event.cxl, applied)
         if event.moe is not None:
             self._labels.put(blocks.rank_number, blocks.hashes, event.moe)
 
-    def _hold(self, rank: Rank, tier: Tier, stretch: Stretch, applied: Applied) -> None:
-        number, num_blocks = self._numbers.number_of(rank), len(stretch.hashes)
-        holder, domain = self._numbers.holder(number, tier), self._domains.of(rank)
-        if not self._room.make(domain, holder, stretch.hashes):
-            return applied.refuse(Refusal.INDEX_FULL, num_blocks)
-        if stretch.parent and not self._holdings.table.find(_as_u64((stretch.parent,)))[0]:
-            return applied.refuse(Refusal.PARENT_EVICTED, num_blocks)
-        domain.table.reserve(num_blocks)
-        if self._holdings.store(holder, stretch, self._domains.named(domain)) is not None:
-            self._speculative.confirm(number, stretch.hashes)
+    def _hold(self, rank: Rank, tier: Tier, span: BlockSpan, applied: ApplyResult) -> None:
+        number, num_blocks = self._numbers.number_of(rank), len(span.hashes)
+        holder, hash_space = self._numbers.holder(number, tier), self._hash_spaces.of(rank)
+        if not self._capacity_guard.make(hash_space, holder, span.hashes):
+            return applied.reject(RejectReason.INDEX_FULL, num_blocks)
+        if span.parent and not self._block_store.table.find(_as_u64((span.parent,)))[0]:
+            return applied.reject(RejectReason.PARENT_EVICTED, num_blocks)
+        hash_space.table.reserve(num_blocks)
+        if (
+            self._block_store.store(holder, span, self._hash_spaces.arrays_of(hash_space))
+            is not None
+        ):
+            self._speculative.confirm(number, span.hashes)
             applied.num_stored += num_blocks
-        elif len(domain.ranks) > 1 and len(np.unique(stretch.names)) == num_blocks:
+        elif len(hash_space.ranks) > 1 and len(np.unique(span.engine_hashes)) == num_blocks:
             # Its engine hashes are not the others': another algorithm, another seed.
-            self._domains.part(rank)
-            self._hold(rank, tier, stretch, applied)
+            self._hash_spaces.part(rank)
+            self._hold(rank, tier, span, applied)
         else:
-            applied.refuse(Refusal.CONFLICTING_HASH, num_blocks)
+            applied.reject(RejectReason.CONFLICTING_HASH, num_blocks)
         return None
 
-    def _copy(self, rank: Rank, event: BlockCopied, applied: Applied) -> None:
+    def _copy(self, rank: Rank, event: BlockCopied, applied: ApplyResult) -> None:
         """The engine hash stands for a content, which is known if a rank here holds the block."""
-        hashes = self._domains.of(rank).table.find(_as_u64(event.block_hashes))
+        hashes = self._hash_spaces.of(rank).table.find(_as_u64(event.block_hashes))
         known = hashes[hashes != 0]
         number = self._numbers.number_of(rank)
-        self._holdings.copy(self._numbers.holder(number, event.tier), known)
+        self._block_store.copy(self._numbers.holder(number, event.tier), known)
         applied.num_stored += len(known)
-        applied.refuse(Refusal.NO_TOKENS, len(hashes) - len(known))
+        applied.reject(RejectReason.NO_TOKENS, len(hashes) - len(known))
 
-    def _remove(self, rank: Rank, event: BlockRemoved, applied: Applied) -> None:
-        number, domain = self._numbers.number_of(rank), self._domains.of(rank)
-        names, holder = _as_u64(event.block_hashes), self._numbers.holder(number, event.tier)
-        hashes = domain.table.find(names) if len(self._labels) else names[:0]
-        num_had = self._holdings.drop_named(holder, names, self._domains.named(domain))
+    def _remove(self, rank: Rank, event: BlockRemoved, applied: ApplyResult) -> None:
+        number, hash_space = self._numbers.number_of(rank), self._hash_spaces.of(rank)
+        engine_hashes, holder = (
+            _as_u64(event.block_hashes),
+            self._numbers.holder(number, event.tier),
+        )
+        hashes = hash_space.table.find(engine_hashes) if len(self._labels) else engine_hashes[:0]
+        num_had = self._block_store.drop_engine_hashes(
+            holder, engine_hashes, self._hash_spaces.arrays_of(hash_space)
+        )
         self._labels.erase_gone(number, hashes)
         applied.num_removed += num_had
-        applied.refuse(Refusal.UNKNOWN_BLOCK, len(names) - num_had)
+        applied.reject(RejectReason.UNKNOWN_BLOCK, len(engine_hashes) - num_had)
 
-    def _why_unknown(self, parent: int) -> Refusal:
+    def _why_unknown(self, parent: int) -> RejectReason:
         # A parent that the index gave up itself is no sign of a lost event.
-        is_lost = parent in self._room.lost_names
-        return Refusal.PARENT_EVICTED if is_lost else Refusal.UNKNOWN_PARENT
+        is_lost = parent in self._capacity_guard.evicted_hashes
+        return RejectReason.PARENT_EVICTED if is_lost else RejectReason.UNKNOWN_PARENT
 
-    def _move(self, rank: Rank, event: CxlStateTransition, applied: Applied) -> None:
-        names = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
-        hashes = self._domains.of(rank).table.find(names)
-        applied.refuse(Refusal.UNKNOWN_BLOCK, int((hashes == 0).sum()))
-        blocks = self._blocks(rank, names, hashes).only(hashes != 0)
+    def _move(self, rank: Rank, event: CxlStateTransition, applied: ApplyResult) -> None:
+        engine_hashes = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
+        hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
+        applied.reject(RejectReason.UNKNOWN_BLOCK, int((hashes == 0).sum()))
+        blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
         said = CxlMetadata(event.new_state, event.pool_id, event.accessible_workers)
         self._speculative.confirm(blocks.rank_number, blocks.hashes)
         self._cxl.move(blocks, said, applied)
         self._labels.erase_gone(blocks.rank_number, blocks.hashes)
 
-    def _blocks(self, rank: Rank, names: U64, hashes: U64) -> Named:
-        domain = partial(self._domains.named, self._domains.of(rank))
-        return Named(self._numbers.number_of(rank), names, hashes, domain)
+    def _blocks(self, rank: Rank, engine_hashes: U64, hashes: U64) -> RankBlocks:
+        hash_space = partial(self._hash_spaces.arrays_of, self._hash_spaces.of(rank))
+        return RankBlocks(self._numbers.number_of(rank), engine_hashes, hashes, hash_space)
 
     def _namespace_seed(self, event: BlockStored, parent: SequenceHash | None) -> int:
         # Real vLLM (0.32) names the salt of a prompt with its first chunk only.
         if event.namespace is not None:
             return seed_of(event.namespace)
-        return BASE_SEED if parent is None else self._holdings.seed_of(parent)
+        return BASE_SEED if parent is None else self._block_store.seed_of(parent)
 
 
-def _names(numbers: U64Like) -> tuple[EngineHash, ...]:
+def _as_engine_hashes(numbers: U64Like) -> tuple[EngineHash, ...]:
     return tuple(map(EngineHash, np.asarray(numbers).tolist()))
 
 

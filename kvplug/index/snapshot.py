@@ -20,10 +20,10 @@ from kvplug.errors import ConfigError, IndexCorruptError, SnapshotError
 from kvplug.events import MoeLabel, Rank
 from kvplug.index import snapshot_file
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
-from kvplug.index.holdings import ARRAYS
 from kvplug.index.pools import Placement
-from kvplug.kernels import holders, reach, runs
+from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -52,14 +52,14 @@ class _Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """ranks: by number, None for one that is free; domains: the ranks of each, of which number
+    """ranks: by number, None for one that is free; hash spaces: the ranks of each, of which number
     `common` takes new ranks; places and labels: by number, and with their numbers.
     """
 
     block_size: int
     ranks: list[Rank | None]
-    worth: list[float]
-    domains: list[list[Rank]]
+    confidence: list[float]
+    hash_spaces: list[list[Rank]]
     common: int
     places: list[_Place | None]
     labels: list[_Label]
@@ -69,21 +69,21 @@ class Snapshot:
     """What a file is to have, taken from an index; until it is written only queries may come."""
 
     def __init__(self, index: BlockIndex) -> None:
-        self._arrays: Arrays = dict(zip(ARRAYS, index.holdings.arrays, strict=True))
+        self._arrays: Arrays = dict(zip(ARRAYS, index.block_store.arrays, strict=True))
         # Queries write down in it which runs they have used.
         self._arrays["runs"] = self._arrays["runs"].copy()
         self._arrays["owner"] = index.numbers.owner
         self._arrays["cxl"], self._arrays["cxl_ring"] = index.cxl.states.arrays
         self._arrays["labels"] = index.labels.table.slots
-        domains = index.domains.all
-        for number, domain in enumerate(domains):
-            self._arrays[f"names{number}"] = domain.table.slots
+        hash_spaces = index.hash_spaces.all
+        for number, hash_space in enumerate(hash_spaces):
+            self._arrays[f"names{number}"] = hash_space.table.slots
         self._settings = _Settings(
             block_size=index.block_size,
             ranks=list(index.numbers.ranks),
-            worth=index.worth.tolist(),
-            domains=[sorted(domain.ranks) for domain in domains],
-            common=domains.index(index.domains.common),
+            confidence=index.confidence.tolist(),
+            hash_spaces=[sorted(hash_space.ranks) for hash_space in hash_spaces],
+            common=hash_spaces.index(index.hash_spaces.common),
             places=[_place(each) for each in index.cxl.placements.state()],
             labels=[_Label(*each) for each in index.labels.state()],
         )
@@ -133,15 +133,15 @@ def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
     )
     index.cxl.states.load(arrays["cxl"], arrays["cxl_ring"])
     index.labels.load([(each.label, each.number) for each in settings.labels], arrays["labels"])
-    index.holdings.load([arrays[name] for name in ARRAYS])
-    names = [arrays[f"names{number}"] for number in range(len(settings.domains))]
-    index.domains.load(settings.domains, names, settings.common)
-    index.worth = np.array(settings.worth, dtype=np.float64)
+    index.block_store.load([arrays[name] for name in ARRAYS])
+    names = [arrays[f"names{number}"] for number in range(len(settings.hash_spaces))]
+    index.hash_spaces.load(settings.hash_spaces, names, settings.common)
+    index.confidence = np.array(settings.confidence, dtype=np.float64)
 
 
 def _require_sound(settings: _Settings, arrays: Arrays) -> None:
     """Whatever a kernel takes for a position is one; IndexCorruptError if not."""
-    names = [f"names{number}" for number in range(len(settings.domains))]
+    names = [f"names{number}" for number in range(len(settings.hash_spaces))]
     expected = {*ARRAYS, "owner", "cxl", "cxl_ring", "labels", *names}
     _require(set(arrays) == expected, f"expected the arrays {sorted(expected)}")
     for name, array in arrays.items():
@@ -200,11 +200,11 @@ def _require_sets(arrays: Arrays) -> None:
 def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     owner, num_ranks = arrays["owner"], len(settings.ranks)
     known = [rank for rank in settings.ranks if rank is not None]
-    _require(len(settings.worth) == num_ranks, "ranks and what they are worth do not pair up")
-    in_domains = sorted(rank for domain in settings.domains for rank in domain)
-    _require(in_domains == sorted(known), "ranks and domains do not pair up")
-    _require(0 <= settings.common < len(settings.domains), "no domain takes new ranks")
-    _require((owner < reach.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
+    _require(len(settings.confidence) == num_ranks, "ranks and what they are worth do not pair up")
+    in_hash_spaces = sorted(rank for hash_space in settings.hash_spaces for rank in hash_space)
+    _require(in_hash_spaces == sorted(known), "ranks and hash spaces do not pair up")
+    _require(0 <= settings.common < len(settings.hash_spaces), "no hash space takes new ranks")
+    _require((owner < prefix_lengths.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
     pools = sorted(np.flatnonzero(owner < -1).tolist())
     places = [place for place in settings.places if place is not None]
     known_pools = sorted(place.holder for place in places if place.holder is not None)

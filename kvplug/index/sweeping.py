@@ -1,14 +1,14 @@
-"""Many blocks out of the index in stretches, so that queries can come in between.
+"""Many blocks out of the index in slices, so that queries can come in between.
 
 In:  holders to be forgotten, or runs to be cut short (kvplug/index/evicting.py).
-Out: holdings and names without their blocks.
+Out: the block store and hash spaces without their blocks.
 
     clear     the holders leave the sets of all runs         a step per run
     sweep     blocks that no run claims leave the table      a step per slot, if there are any
-              names of blocks that nobody of the domain has  a step per slot
+              engine hashes of blocks that nobody of the hash space has  a step per slot
               counts of copies that nobody has               a step per slot, if there are any
 
-Between two stretches queries find what is left, and nothing else may change the index.
+Between two slices queries find what is left, and nothing else may change the index.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.holdings import Holdings
+from kvplug.index.block_store import BlockStore
 from kvplug.kernels import sweeping as kernels
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
-Named = tuple[U64, U64]
-"""Slots and members of a domain (kvplug/index/holdings.py)."""
+SpaceArrays = tuple[U64, U64]
+"""Slots and members of a hash space (kvplug/index/block_store.py)."""
 
 _EVERYTHING = 2**62
 
@@ -33,8 +33,8 @@ _EVERYTHING = 2**62
 class Sweep(ABC):
     """advance until `is_done`."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
+    def __init__(self, block_store: BlockStore) -> None:
+        self.block_store = block_store
         self.is_done = False
         self._steps, self._budget = self._run(), 0
 
@@ -54,7 +54,7 @@ class Sweep(ABC):
     def _pass(
         self, num_steps: int, step: Callable[[int, int], object], at: int = 0
     ) -> Iterator[bool]:
-        """Calls step(first, last) for stretches of the budget."""
+        """Calls step(first, last) for slices of the budget."""
         while at < num_steps:
             last = min(at + self._budget, num_steps)
             step(at, last)
@@ -64,7 +64,7 @@ class Sweep(ABC):
                 yield False
 
     def _sweep_copies(self) -> Iterator[bool]:
-        held = self.holdings
+        held = self.block_store
         arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
         copies = held.copies.slots
         if len(held.copies):
@@ -77,14 +77,16 @@ class Sweep(ABC):
 class Clearing(Sweep):
     """The holders have nothing any more; `num_dropped` copies are gone by then.
 
-    `domain` is the one of their ranks.
+    `hash space` is the one of their ranks.
     """
 
-    def __init__(self, holdings: Holdings, domain: Named, holders: Sequence[int]) -> None:
-        super().__init__(holdings)
-        self._names, self._members = domain
+    def __init__(
+        self, block_store: BlockStore, hash_space: SpaceArrays, holders: Sequence[int]
+    ) -> None:
+        super().__init__(block_store)
+        self._names, self._members = hash_space
         # A number that no set has room for yet is in none.
-        holders = [holder for holder in holders if holder < 64 * holdings.sets.words]
+        holders = [holder for holder in holders if holder < 64 * block_store.sets.words]
         self._holders: I64 = np.array(holders, dtype=np.int64)
         self._counts: I64 = np.zeros(2, dtype=np.int64)
         self.is_done = not holders
@@ -95,7 +97,7 @@ class Clearing(Sweep):
         return int(self._counts[kernels.NUM_COPIES])
 
     def _run(self) -> Iterator[bool]:
-        held = self.holdings
+        held = self.block_store
         yield from self._cut_holders()
         if self._counts[kernels.NUM_BLOCKS]:
             runs, table = held.runs.words, held.table.slots
@@ -105,13 +107,13 @@ class Clearing(Sweep):
             )
             kernels.free_dead_runs(runs)
         if self._counts[kernels.NUM_BLOCKS] or (self.num_dropped and len(self._members)):
-            yield from self._sweep_names()
+            yield from self._sweep_engine_hashes()
         if self.num_dropped:
             yield from self._sweep_copies()
         yield True
 
     def _cut_holders(self) -> Iterator[bool]:
-        held, at = self.holdings, 1
+        held, at = self.block_store, 1
         while at < held.runs.capacity:
             held.sets.reserve(0, 1)
             last = min(at + self._budget, held.runs.capacity)
@@ -123,12 +125,12 @@ class Clearing(Sweep):
             if self._budget <= 0:
                 yield False
 
-    def _sweep_names(self) -> Iterator[bool]:
-        held = self.holdings
+    def _sweep_engine_hashes(self) -> Iterator[bool]:
+        held = self.block_store
         arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
         yield from self._pass(
             len(self._names) // 2 - 1,
-            lambda first, last: kernels.sweep_names(
+            lambda first, last: kernels.sweep_engine_hashes(
                 first, last, *arrays, self._members, self._names
             ),
         )

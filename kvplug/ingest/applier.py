@@ -17,7 +17,7 @@ from msgspec import structs
 from kvplug import codec
 from kvplug.errors import DecodeError
 from kvplug.events import BlockCopied, BlockRemoved, BlockStored, Event, EventBatch, Rank
-from kvplug.index.applied import Applied, Refusal
+from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 
@@ -28,14 +28,14 @@ _MAX_RUN_LENGTH = 32
 
 logger = logging.getLogger(__name__)
 
-_REPAIRABLE = {Refusal.UNKNOWN_PARENT.value, "undecodable"}
+_REPAIRABLE = {RejectReason.UNKNOWN_PARENT.value, "undecodable"}
 
 # Of these the index takes nothing, so that it lacks what the events said.
 _UNUSABLE = {
-    Refusal.NO_TOKENS.value,
-    Refusal.BIGRAM_TOKENS.value,
-    Refusal.BLOCK_SIZE.value,
-    Refusal.UNKNOWN_RANK.value,
+    RejectReason.NO_TOKENS.value,
+    RejectReason.BIGRAM_TOKENS.value,
+    RejectReason.BLOCK_SIZE.value,
+    RejectReason.UNKNOWN_RANK.value,
 }
 
 
@@ -146,20 +146,22 @@ class Applier:
             return self._rank
         return Rank(self._rank.worker, dp_rank)
 
-    def _count(self, rank: Rank, applied: Applied, effect: Effect) -> None:
-        if applied.refused[Refusal.UNKNOWN_RANK.value] == 0:  # or any number would be remembered
+    def _count(self, rank: Rank, applied: ApplyResult, effect: Effect) -> None:
+        if (
+            applied.rejected[RejectReason.UNKNOWN_RANK.value] == 0
+        ):  # or any number would be remembered
             self.ranks.add(rank)
         self.num_stored += applied.num_stored
         self.num_removed += applied.num_removed
-        for reason, count in applied.refused.items():
+        for reason, count in applied.rejected.items():
             self._skip(reason, count, "")
         if applied.was_cleared:
             effect.cleared = True
             effect.defects.clear()
         if applied.num_orphans:
-            effect.defects[Refusal.UNKNOWN_PARENT.value] += applied.num_orphans
-        for reason in _UNUSABLE & applied.refused.keys():
-            effect.defects[reason] += applied.refused[reason]
+            effect.defects[RejectReason.UNKNOWN_PARENT.value] += applied.num_orphans
+        for reason in _UNUSABLE & applied.rejected.keys():
+            effect.defects[reason] += applied.rejected[reason]
 
     def _of_full_attention(self, batch: EventBatch) -> EventBatch:
         """Drop removals of other groups of a hybrid model.

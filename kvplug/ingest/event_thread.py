@@ -32,8 +32,8 @@ from kvplug.transports.base import Connection, EventSource, Message, ReplayAnswe
 
 logger = logging.getLogger(__name__)
 
-# Applied at once; other threads get the interpreter in between. And per source and round, so that
-# one busy engine does not keep the others waiting.
+# ApplyResult at once; other threads get the interpreter in between. And per source and round, so
+# that one busy engine does not keep the others waiting.
 _MAX_MESSAGES: Final = 32
 _MAX_PARTS_PER_ROUND: Final = 8
 _TICK_S: Final = 0.2

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvplug.events import Rank
-from kvplug.index.applied import Refusal
+from kvplug.index.apply_result import RejectReason
 from kvplug.ingest import trust
 from kvplug.ingest.applier import Applier
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
@@ -25,13 +25,13 @@ from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
-_CURE = {
-    Refusal.BLOCK_SIZE.value: "start the router with the engine's --block-size",
-    Refusal.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
+_FIX = {
+    RejectReason.BLOCK_SIZE.value: "start the router with the engine's --block-size",
+    RejectReason.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
     "blocks become known again as it stores new prefixes, or at once when it restarts",
-    Refusal.CONFLICTING_HASH.value: "the engine gives one id to two contents",
-    Refusal.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs of tokens; "
-    "route such engines by load",
+    RejectReason.CONFLICTING_HASH.value: "the engine gives one id to two contents",
+    RejectReason.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs "
+    "of tokens; route such engines by load",
     "undecodable": "check that the endpoint is an event publisher and no other service",
 }
 
@@ -44,10 +44,10 @@ class SkipCounter:
         self._rank = rank
 
     def add(self, reason: str, count: int = 1, detail: str = "") -> None:
-        """Count, and log the first of each reason with its cure."""
+        """Count, and log the first of each reason with its fix."""
         if not self.by_reason[reason]:
-            cure = _CURE.get(reason, "")
-            logger.warning("%s: events skipped: %s %s %s", self._rank, reason, detail, cure)
+            fix = _FIX.get(reason, "")
+            logger.warning("%s: events skipped: %s %s %s", self._rank, reason, detail, fix)
         self.by_reason[reason] += count
 
 
@@ -66,18 +66,18 @@ class Follower:
         router: Router,
         rank: Rank,
         *,
-        stale_worth: Callable[[], float] | None = None,
+        stale_confidence: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: ReplaySettings | None = None,
     ) -> None:
-        """`stale_worth`: what residency is worth while the rank is STALE, by default the router's
-        `stale_worth`. ConfigError if the router uses no events.
+        """`stale_confidence`: what residency is worth while the rank is STALE, by default the
+        router's `stale_confidence`. ConfigError if the router uses no events.
         """
         router.require_events(rank)
         self.rank = rank
         self.connected = False
         self.num_messages = 0
-        self._router, self._stale_worth = router, stale_worth
+        self._router, self._stale_confidence = router, stale_confidence
         self._skips = SkipCounter(rank)
         self._applier = Applier(router, rank, self._skips.add)
         self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
@@ -132,7 +132,7 @@ class Follower:
         """Apply messages in the order of their arrival."""
         was_blind = self.trust.level is Trust.BLIND
         if was_blind:  # blocks count once they are applied: nobody expects them from then on
-            self._set_worth(1.0)
+            self._set_confidence(1.0)
         self.num_messages += len(messages)
         num_duplicates = self.sequencer.num_duplicates
         self.sequencer.receive(self._well_formed(messages))
@@ -161,7 +161,7 @@ class Follower:
         """Time has passed; call it every second or so."""
         self.sequencer.tick()
         self._note_trust()
-        if self.trust.level is Trust.STALE and self._stale_worth is not None:
+        if self.trust.level is Trust.STALE and self._stale_confidence is not None:
             self._tell_router()
 
     def _well_formed(self, messages: list[Message]) -> list[Message]:
@@ -182,20 +182,20 @@ class Follower:
         self._tell_router()
 
     def _tell_router(self) -> None:
-        worth = {Trust.EXACT: 1.0, Trust.BLIND: 0.0}.get(self.trust.level)
+        confidence = {Trust.EXACT: 1.0, Trust.BLIND: 0.0}.get(self.trust.level)
         if self.trust is trust.UNCONFIRMED:
-            worth = 1.0  # it is all that a replay had, and most replays are the engine's own
-        if worth is None:
-            default = self._router.config.stale_worth
-            worth = self._stale_worth() if self._stale_worth is not None else default
-        self._set_worth(worth)
+            confidence = 1.0  # it is all that a replay had, and most replays are the engine's own
+        if confidence is None:
+            default = self._router.config.stale_confidence
+            confidence = self._stale_confidence() if self._stale_confidence is not None else default
+        self._set_confidence(confidence)
 
-    def _set_worth(self, worth: float) -> None:
+    def _set_confidence(self, confidence: float) -> None:
         for rank in self._applier.ranks:
-            self._router.set_worth(rank, worth)
+            self._router.set_confidence(rank, confidence)
 
 
 def _sentence(state: TrustState) -> str:
     if state.reason is None:
         return "every block that it holds is known"
-    return f"{state.level}: {state.reason}; {state.cure}"
+    return f"{state.level}: {state.reason}; {state.fix}"

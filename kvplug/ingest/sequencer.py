@@ -440,7 +440,7 @@ class Sequencer:
     def _go_on_without(self, fault: TrustState) -> None:
         """The endpoint is of no use: what was known from it goes, live messages count."""
         if self._replay_fault is not fault:
-            logger.warning("%s: %s; %s", self._name, fault.reason, fault.cure)
+            logger.warning("%s: %s; %s", self._name, fault.reason, fault.fix)
         request, self.request = self.request, None
         pending = self._pending.take()
         is_intact = not pending and self._was_live_last() and self._is_confirmed

@@ -30,7 +30,7 @@ class TrustState(Struct, frozen=True):
 
     level: Trust
     reason: str | None = None
-    cure: str | None = None
+    fix: str | None = None
 
 
 EXACT = TrustState(Trust.EXACT)

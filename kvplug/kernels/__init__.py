@@ -16,7 +16,7 @@ made of parts of those:
     residency  what the next two have in common
     joining    blocks join a holder
     leaving    blocks leave a holder
-    reach      how far each rank reaches in a request, border by border
+    prefix_lengths  how far long a prefix of a request each rank holds, border by border
     matching   a request's blocks -> how much of it each rank holds
     pricing    tokens of a request -> what it would cost on each rank
     wire       stock event messages -> records

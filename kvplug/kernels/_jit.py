@@ -167,15 +167,15 @@ def _part(function: Callable[P, R], **options: bool) -> Callable[P, R]:
     if not numba.config.DISABLE_JIT:
         # Else Numba would run what is not there.
         part._insert = lambda *_: None
-        part._compile_for_args = partial(_refuse_call, function.__name__)
+        part._compile_for_args = partial(_reject_call, function.__name__)
     return cast("Callable[P, R]", part)
 
 
-def _refuse_call(name: str, *_: Any, **__: Any) -> None:
+def _reject_call(name: str, *_: Any, **__: Any) -> None:
     raise TypeError(f"{name} is a part of kernels, which only they can call")
 
 
-def _fold_multiply_twin(a: Any, b: Any) -> Any:
+def _fold_multiply_reference(a: Any, b: Any) -> Any:
     product = int(a) * int(b)
     return np.uint64((product ^ (product >> 64)) & 0xFFFF_FFFF_FFFF_FFFF)
 
@@ -218,7 +218,7 @@ def _prefetch(typing_context: Any, array: Any, at: Any) -> Any:
     return void(array, u8), generate
 
 
-def _trailing_zeros_twin(word: Any) -> Any:
+def _trailing_zeros_reference(word: Any) -> Any:
     return np.uint64((int(word) & -int(word)).bit_length() - 1)
 
 
@@ -232,7 +232,7 @@ def _trailing_zeros(typing_context: Any, word: Any) -> Any:
     return u8(u8), generate
 
 
-def _load_u64_twin(data: Any, at: Any) -> Any:
+def _load_u64_reference(data: Any, at: Any) -> Any:
     return np.uint64(int.from_bytes(data[int(at) : int(at) + 8].tobytes(), "little"))
 
 
@@ -272,12 +272,12 @@ def _array_of(dtype: Any, kind: str) -> Callable[[Any, Any], Any]:
 
         return as_array(bundle, i8), generate
 
-    def twin(bundle: Any, number: Any) -> Any:
+    def reference(bundle: Any, number: Any) -> Any:
         address, length = int(bundle[2 * number]), int(bundle[2 * number + 1])
         memory = (c_char * (length * np.dtype(kind).itemsize)).from_address(address)
         return np.frombuffer(cast("Any", memory), dtype=kind)
 
-    return cast("Callable[[Any, Any], Any]", twin if numba.config.DISABLE_JIT else of)
+    return cast("Callable[[Any, Any], Any]", reference if numba.config.DISABLE_JIT else of)
 
 
 u64_of, i64_of = _array_of(types.uint64, "u8"), _array_of(types.int64, "i8")
@@ -285,17 +285,19 @@ u32_of, f64_of = _array_of(types.uint32, "u4"), _array_of(types.float64, "f8")
 u1_of, i32_of = _array_of(types.uint8, "u1"), _array_of(types.int32, "i4")
 
 
-def _prefetch_twin(array: Any, at: Any) -> None:
+def _prefetch_reference(array: Any, at: Any) -> None:
     """Nothing to compute."""
 
 
-prefetch: Callable[[Any, Any], None] = _prefetch_twin if numba.config.DISABLE_JIT else _prefetch
-trailing_zeros: Callable[[Any], Any] = (
-    _trailing_zeros_twin if numba.config.DISABLE_JIT else _trailing_zeros
+prefetch: Callable[[Any, Any], None] = (
+    _prefetch_reference if numba.config.DISABLE_JIT else _prefetch
 )
-load_u64: Callable[[Any, Any], Any] = _load_u64_twin if numba.config.DISABLE_JIT else _load_u64
+trailing_zeros: Callable[[Any], Any] = (
+    _trailing_zeros_reference if numba.config.DISABLE_JIT else _trailing_zeros
+)
+load_u64: Callable[[Any, Any], Any] = _load_u64_reference if numba.config.DISABLE_JIT else _load_u64
 
 # Numba has no 128-bit integers, and intrinsics do not exist without JIT.
 fold_multiply: Callable[[Any, Any], Any] = (
-    _fold_multiply_twin if numba.config.DISABLE_JIT else _fold_multiply
+    _fold_multiply_reference if numba.config.DISABLE_JIT else _fold_multiply
 )

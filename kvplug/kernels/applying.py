@@ -7,7 +7,7 @@ a clear, another block size, a form that is not read here) or more room is not b
 does what it takes and calls again.
 
 Made of parts of other kernel files: a step per file would pass over the blocks of an event five
-times and cross from Python as often. Twin: BlockIndex.apply.
+times and cross from Python as often. Reference: BlockIndex.apply.
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from kvplug.kernels import msgpack, packed, runs, wire
 from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u4, u8
 from kvplug.kernels.bundle import i64_of, u1_of, u32_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
-from kvplug.kernels.joining import can_join, claim, hold
-from kvplug.kernels.leaving import NOT_HELD, can_leave, leave_holder, nothing_left
-from kvplug.kernels.residency import Blocks, Names, hash_of_name
+from kvplug.kernels.remove import NOT_HELD, can_remove, nothing_left, remove_from_holder
+from kvplug.kernels.residency import Blocks, SpaceArrays, hash_of
+from kvplug.kernels.store import can_store, claim, hold
 from kvplug.kernels.table import (
     NUM_TOUCHED,
     capacity_of,
@@ -53,8 +53,8 @@ _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
 # The arrays of a bundle (kernels/bundle.py). OF_RANK has, in a word each: the rank's mark in the
 # table of expected blocks, and its holder in each tier, -1 for none.
 (
-    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, NAMES, MEMBERS, EXPECTED, OF_RANK, SCRATCH,
-    PAYLOAD, COUNTS, IS_WANTED,
+    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, SPACE_SLOTS, MEMBERS, EXPECTED, OF_RANK,
+    SCRATCH, PAYLOAD, COUNTS, IS_WANTED,
 ) = range(15)  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class _Scratch(NamedTuple):
     """Room for the blocks of one event."""
 
     hashes: U64
-    names: U64
+    engine_hashes: U64
     at: U64
 
 
@@ -70,7 +70,7 @@ class _Index(NamedTuple):
     """What an event changes. `expected`: the table of kvplug/index/expiring.py."""
 
     blocks: Blocks
-    names: Names
+    space: SpaceArrays
     expected: U64
     mark: np.uint64
 
@@ -88,8 +88,8 @@ def _index(bundle: U64) -> _Index:
         u64_of(bundle, TABLE), u64_of(bundle, COPIES), u64_of(bundle, RUNS), u64_of(bundle, BITS),
         u64_of(bundle, META), u32_of(bundle, INTERN), i64_of(bundle, HEADER),
     )  # fmt: skip
-    names = Names(u64_of(bundle, NAMES), u64_of(bundle, MEMBERS))
-    return _Index(blocks, names, u64_of(bundle, EXPECTED), u64_of(bundle, OF_RANK)[0])
+    space = SpaceArrays(u64_of(bundle, SPACE_SLOTS), u64_of(bundle, MEMBERS))
+    return _Index(blocks, space, u64_of(bundle, EXPECTED), u64_of(bundle, OF_RANK)[0])
 
 
 @inlined
@@ -106,7 +106,7 @@ def _stop(why: Index, num_blocks: Index, out_counts: I64) -> bool:
 
 @inlined
 def _hold(
-    index: _Index, holder: Index, event_names: U64, hashes: U64, at: U64,
+    index: _Index, holder: Index, engine_hashes: U64, hashes: U64, at: U64,
     parent: np.uint64, seed: np.uint64, out_counts: I64,
 ) -> bool:  # fmt: skip
     """The holder stores blocks behind the one with hash `parent`; False, and nothing done, if there
@@ -120,7 +120,7 @@ def _hold(
         place = value_of(blocks.table, parent)
         seed = runs.get(blocks.runs, runs.run_of(place), runs.SEED)
     depth = _0 if parent == _0 else runs.depth_of(place) + _1
-    if not claim(blocks, index.names, event_names, hashes, depth, at):
+    if not claim(blocks, index.space, engine_hashes, hashes, depth, at):
         return _stop(NEEDS_DECISION, len(hashes), out_counts)
     hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
     if num_entries(index.expected) != _0:
@@ -131,21 +131,21 @@ def _hold(
 
 
 @inlined
-def _drop(index: _Index, holder: Index, event_names: U64, hashes: U64) -> Index:
+def _drop(index: _Index, holder: Index, engine_hashes: U64, hashes: U64) -> Index:
     """Returns how many of the blocks the holder had."""
     num_removed = 0
     last = nothing_left()
-    blocks, slots = index.blocks, index.names.slots
-    touch_slots(slots, event_names)
-    for i in range(len(event_names)):
-        touch_next(slots, event_names, i, capacity_of(slots))
-        hashes[i] = hash_of_name(index.names, event_names[i])
+    blocks, slots = index.blocks, index.space.slots
+    touch_slots(slots, engine_hashes)
+    for i in range(len(engine_hashes)):
+        touch_next(slots, engine_hashes, i, capacity_of(slots))
+        hashes[i] = hash_of(index.space, engine_hashes[i])
     touch_slots(blocks.table, hashes)
-    for i in range(len(event_names)):
+    for i in range(len(engine_hashes)):
         touch_next(blocks.table, hashes, i, capacity_of(blocks.table))
         if hashes[i] != _0:
-            became, last = leave_holder(
-                blocks, index.names, event_names[i], hashes[i], holder, last
+            became, last = remove_from_holder(
+                blocks, index.space, engine_hashes[i], hashes[i], holder, last
             )
             num_removed += became != NOT_HELD
     return num_removed
@@ -158,9 +158,9 @@ def _has_room(
     """False, with the reason in out_counts, if an event must wait until arrays have grown."""
     fits = num_blocks <= len(scratch.at)
     if kind == wire.REMOVED:
-        if not (fits and can_leave(index.blocks, holder, num_blocks)):
+        if not (fits and can_remove(index.blocks, holder, num_blocks)):
             return _stop(NEEDS_RUNS, num_blocks, out_counts)
-    elif not (fits and can_join(index.blocks, index.names, holder, num_blocks)):
+    elif not (fits and can_store(index.blocks, index.space, holder, num_blocks)):
         return _stop(NEEDS_ROOM, num_blocks, out_counts)
     return True
 
@@ -173,20 +173,20 @@ def _count_removed(num_blocks: Index, num_removed: Index, out_counts: I64) -> No
 
 @inlined
 def _store_record(
-    index: _Index, record: I64, parent_name: np.uint64, event_names: U64, tokens: U32,
+    index: _Index, record: I64, parent_engine_hash: np.uint64, engine_hashes: U64, tokens: U32,
     holder: Index, scratch: _Scratch, out_counts: I64,
 ) -> bool:  # fmt: skip
     """As _hold, for a record."""
-    n, parent, seed = len(event_names), _0, _BASE_SEED
+    n, parent, seed = len(engine_hashes), _0, _BASE_SEED
     if record[wire.HAS_PARENT] != 0:
-        parent = hash_of_name(index.names, parent_name)
+        parent = hash_of(index.space, parent_engine_hash)
         if parent == _0:
             return _stop(NEEDS_DECISION, n, out_counts)
         run = runs.run_of(value_of(index.blocks.table, parent))
         seed = runs.get(index.blocks.runs, run, runs.SEED)
     hashes = scratch.hashes[:n]
     fill_sequence_hashes(tokens, record[wire.BLOCK_SIZE], seed, parent, _BASE_SEED, hashes)
-    return _hold(index, holder, event_names, hashes, scratch.at[:n], parent, seed, out_counts)
+    return _hold(index, holder, engine_hashes, hashes, scratch.at[:n], parent, seed, out_counts)
 
 
 @kernel(
@@ -194,7 +194,7 @@ def _store_record(
 )
 def apply_records(
     first: Index, last: Index, max_blocks: Index, block_size: Index,
-    records: I64, parents: U64, event_names: U64, tokens: U32, bundle: U64,
+    records: I64, parents: U64, engine_hashes: U64, tokens: U32, bundle: U64,
 ) -> Index:  # fmt: skip
     """Apply records first..last; returns the number of the first that was not applied.
 
@@ -202,15 +202,19 @@ def apply_records(
     set IS_WANTED[0]. In COUNTS then: NUM_STORED, NUM_REMOVED, NUM_UNKNOWN, WHY it ended, and
     NUM_WANTED: how many blocks the event has for which there is no room.
     """
-    out_counts, is_wanted = i64_of(bundle, COUNTS), u1_of(bundle, IS_WANTED)
+    out_counts, query_waiting = i64_of(bundle, COUNTS), u1_of(bundle, IS_WANTED)
     index, scratch, num_blocks = _index(bundle), _scratch(bundle), 0
     out_counts[:] = 0
     runs.tick(index.blocks.runs)
     for event in range(first, last):
-        if num_blocks >= max_blocks or (num_blocks > 0 and is_wanted[0] != 0):
+        if num_blocks >= max_blocks or (num_blocks > 0 and query_waiting[0] != 0):
             return event
         record = records[wire.RECORD_WIDTH * event : wire.RECORD_WIDTH * (event + 1)]
-        kind, n, start = record[wire.KIND], record[wire.NUM_NAMES], record[wire.FIRST_NAME]
+        kind, n, start = (
+            record[wire.KIND],
+            record[wire.NUM_ENGINE_HASHES],
+            record[wire.FIRST_ENGINE_HASH],
+        )
         holder = _holder_of(bundle, max(0, record[wire.TIER]))
         fits = kind == wire.REMOVED or (
             kind == wire.STORED and record[wire.BLOCK_SIZE] == block_size
@@ -220,7 +224,7 @@ def apply_records(
             return event
         if not _has_room(index, kind, holder, n, scratch, out_counts):
             return event
-        mine = event_names[start : start + n]
+        mine = engine_hashes[start : start + n]
         if kind == wire.REMOVED:
             _count_removed(n, _drop(index, holder, mine, scratch.hashes[:n]), out_counts)
         else:
@@ -253,17 +257,17 @@ def _apply_packed(
 ) -> bool:
     """As _hold, for a packed event."""
     n = event.num_blocks
-    event_names, hashes = scratch.names[:n], scratch.hashes[:n]
-    _copy_words(data, event.names, event_names)
+    engine_hashes, hashes = scratch.engine_hashes[:n], scratch.hashes[:n]
+    _copy_words(data, event.engine_hashes, engine_hashes)
     if event.kind == wire.REMOVED:
-        _count_removed(n, _drop(index, holder, event_names, hashes), out_counts)
+        _count_removed(n, _drop(index, holder, engine_hashes, hashes), out_counts)
         return True
-    parent = hash_of_name(index.names, event.parent) if event.has_parent else _0
+    parent = hash_of(index.space, event.parent) if event.has_parent else _0
     if event.has_parent and parent == _0:
         return _stop(NEEDS_DECISION, n, out_counts)
     _copy_words(data, event.hashes, hashes)
     at = scratch.at[:n]
-    return _hold(index, holder, event_names, hashes, at, parent, event.seed, out_counts)
+    return _hold(index, holder, engine_hashes, hashes, at, parent, event.seed, out_counts)
 
 
 @inlined
@@ -277,7 +281,7 @@ def _touch_words(slots: U64, data: Bytes, at: Index, num_words: Index) -> None:
 @inlined
 def _touch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> None:
     """While one event is applied, have what the next one begins with on its way from memory."""
-    _touch_words(index.names.slots, data, event.names, event.num_blocks)
+    _touch_words(index.space.slots, data, event.engine_hashes, event.num_blocks)
     if event.kind == wire.STORED:
         _touch_words(index.blocks.table, data, event.hashes, event.num_blocks)
 

@@ -3,7 +3,7 @@
 In:  uint32 token ids.   Out: bytes, those of block i end before out_ends[i].
 
 RFC 8949, 4.2.1: the shortest head; a number below 24 is in the first byte, behind 24, 25 and 26
-are 1, 2 and 4 bytes, big-endian. Twin: kvplug/hash_schemes/cbor.py.
+are 1, 2 and 4 bytes, big-endian. Reference: kvplug/hash_schemes/cbor.py.
 """
 
 import numpy as np

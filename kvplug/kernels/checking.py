@@ -3,7 +3,7 @@
 In:  the tables and runs (kernels/residency.py).   Out: how many entries are as they must be.
 
 Passes over all blocks, for `BlockIndex.check()`; what can be said per run or per set is said in
-kvplug/index/holdings.py. `seen` is a bitmap that starts at 0.
+kvplug/index/block_store.py. `seen` is a bitmap that starts at 0.
 """
 
 import numpy as np
@@ -54,13 +54,15 @@ def count_placed(
 
 
 @kernel(i8(reads(u8), reads(u8), reads(u8), reads(u8), i8, reads(u8), writes(u1)))
-def count_named(
-    names: U64, table: U64, run_words: U64, bits: U64, words: int, members: U64, seen: Bytes
+def count_engine_hashes(
+    engine_hashes: U64, table: U64, run_words: U64, bits: U64, words: int, members: U64, seen: Bytes
 ) -> int:
-    """How many names are the only ones of a block that a holder in `members` (empty: any) has."""
+    """How many engine_hashes are the only ones of a block that a holder in `members` (empty: any)
+    has.
+    """
     num_named, capacity = 0, capacity_of(table)
-    for at in range(len(names) // 2 - 1):
-        hash_ = names[2 * at + 1]
+    for at in range(len(engine_hashes) // 2 - 1):
+        hash_ = engine_hashes[2 * at + 1]
         if hash_ == _0:
             continue
         slot = find_slot(table, hash_, capacity)

@@ -1,11 +1,11 @@
 """Tails out of a full index, and a memory of what they were called.
 
-In:  runs and where they end from now on; then the tables, a stretch at a time.
+In:  runs and where they end from now on; then the tables, a span at a time.
 Out: the tables without the blocks behind those ends; a filter with their engine hashes.
 
-The filter has two bits for each name among `uint64[words]`, found by two halves of a mixed hash
-(Bloom 1970): it never forgets a name before it is emptied, and takes a strange one for known in
-one of some dozens of cases when it is full. Twin: tests/index/test_evicting.py.
+The filter has two bits for each engine hash among `uint64[words]`, found by two halves of a mixed
+hash (Bloom 1970): it never forgets a hash before it is emptied, and takes a strange one for known
+in one of some dozens of cases when it is full. Reference: tests/index/test_evicting.py.
 """
 
 import numpy as np
@@ -34,10 +34,10 @@ _MIX_1, _MIX_2, _33 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC5
 
 
 @inlined
-def _mixed(name: np.uint64) -> np.uint64:
-    name = (name ^ (name >> _33)) * _MIX_1
-    name = (name ^ (name >> _33)) * _MIX_2
-    return name ^ (name >> _33)
+def _mixed(engine_hash: np.uint64) -> np.uint64:
+    engine_hash = (engine_hash ^ (engine_hash >> _33)) * _MIX_1
+    engine_hash = (engine_hash ^ (engine_hash >> _33)) * _MIX_2
+    return engine_hash ^ (engine_hash >> _33)
 
 
 @inlined
@@ -47,17 +47,17 @@ def _bit(half: np.uint64, words: U64) -> np.uint64:
 
 
 @inlined
-def _remember(words: U64, name: np.uint64) -> None:
-    mixed = _mixed(name)
+def _remember(words: U64, engine_hash: np.uint64) -> None:
+    mixed = _mixed(engine_hash)
     for half in (mixed & _LOW, mixed >> _32):
         bit = _bit(half, words)
         words[bit >> _6] |= _1 << (bit & _63)
 
 
 @kernel(b1(reads(u8), u8))
-def is_remembered(words: U64, name: np.uint64) -> bool:
-    """Whether the name is in the filter."""
-    mixed, found = _mixed(name), True
+def is_remembered(words: U64, engine_hash: np.uint64) -> bool:
+    """Whether the engine hash is in the filter."""
+    mixed, found = _mixed(engine_hash), True
     for half in (mixed & _LOW, mixed >> _32):
         bit = _bit(half, words)
         found = found and (words[bit >> _6] >> (bit & _63)) & _1 != _0
@@ -102,14 +102,18 @@ def evict_blocks(first: Index, last: Index, run_words: U64, table: U64, gone: U6
 
 
 @kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)
-def evict_names(first: Index, last: Index, gone: U64, names: U64, remembered: U64) -> Index:
-    """Erase the names in slots first..last of blocks that are gone, and remember them; how many."""
-    at, num_erased, capacity = np.uint64(first), 0, capacity_of(names)
+def evict_engine_hashes(
+    first: Index, last: Index, gone: U64, space_slots: U64, remembered: U64
+) -> Index:
+    """Erase the engine hashes in slots first..last of blocks that are gone, and remember them; how
+    many.
+    """
+    at, num_erased, capacity = np.uint64(first), 0, capacity_of(space_slots)
     while at < np.uint64(last):
-        name, hash_ = names[_2 * at], names[_2 * at + _1]
+        engine_hash, hash_ = space_slots[_2 * at], space_slots[_2 * at + _1]
         if hash_ != _0 and value_of(gone, hash_) != _0:
-            erase_slot(names, at, capacity)
-            _remember(remembered, name)
+            erase_slot(space_slots, at, capacity)
+            _remember(remembered, engine_hash)
             num_erased += 1
         else:
             at += _1

@@ -13,7 +13,8 @@ entry takes NEXT, the oldest gives FIRST back, a renewed one is linked in again 
 deadlines ascend, and each entry has one node however often it is renewed.
 
 Whoever deletes a key from the table has ended the entry: its node expires later without effect.
-The node of an entry in the table is in use and has its key. Twin: tests/index/expiring_twin.py.
+The node of an entry in the table is in use and has its key. Reference:
+tests/index/expiring_reference.py.
 """
 
 from typing import NamedTuple

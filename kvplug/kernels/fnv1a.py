@@ -6,8 +6,8 @@ In:  uint32 token ids.   Out: uint64, one hash per full block; the trailing part
     for each token:  h = (h ^ token) * PRIME
 
 64-bit, modulo 2**64; a token is one step, not four bytes. Origin: the block keys of a fork of
-vLLM's router (v0.12.0); BASIS and PRIME are those of FNV-1a (draft-eastlake-fnv). Twin:
-tests/kernels/twins.py.
+vLLM's router (v0.12.0); BASIS and PRIME are those of FNV-1a (draft-eastlake-fnv). Reference:
+tests/kernels/references.py.
 """
 
 import numpy as np

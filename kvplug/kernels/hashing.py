@@ -6,7 +6,7 @@ The algorithm is XXH3-64 with a seed (xxHash 0.8, doc/xxhash_spec.md of Cyan4973
 little-endian bytes of the tokens, so input lengths are multiples of 4 bytes and every read of the
 input is word-aligned. Offsets into the input count 4-byte words, offsets into the secret bytes.
 They are unsigned: a signed index is asked for its sign on every read, which takes three times as
-long. Twin: the xxhash package (tests/kernels/test_hashing.py).
+long. Reference: the xxhash package (tests/kernels/test_hashing.py).
 """
 
 from typing import NamedTuple

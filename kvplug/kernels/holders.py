@@ -15,7 +15,7 @@ The arrays of the sets, for `num_sets` sets of `words` 64-bit words each:
 Set 0 is the empty set: never interned, never counted. The hash of a set is the xor of one mark per
 member (Zobrist), so that adding or removing a member costs no walk over the members. A set lives
 as long as a run has it; then its number is free. The caller provides a free set and a free intern
-slot per run. Twin: frozensets (tests/kernels/test_holders.py).
+slot per run. Reference: frozensets (tests/kernels/test_holders.py).
 """
 
 import numpy as np
@@ -161,13 +161,13 @@ def release(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index) -> No
 
 
 @inlined
-def has_room(meta: U64, header: I64, holder: Index, num_changes: Index) -> bool:
+def has_room(meta: U64, header: I64, holder: Index, version: Index) -> bool:
     """Whether the holder has a bit, and as many runs may each get a set of their own.
 
     Each set in use, and the empty one, turns into one new set at most.
     """
     num_live = header[NUM_LIVE]
-    fits = num_live + min(num_changes, num_live + 1) + 2 <= len(meta) // 2
+    fits = num_live + min(version, num_live + 1) + 2 <= len(meta) // 2
     return bool(fits and holder < 64 * header[WORDS])
 
 

@@ -1,14 +1,14 @@
 """A request's blocks to how much of it each rank holds, and what that is worth.
 
-In:  sequence hashes of a request, the runs and sets of kvplug/index/holdings.py, who is behind each
-holder.   Out: per rank, how many leading blocks it holds, by class of memory.
+In:  sequence hashes of a request, the runs and sets of kvplug/index/block_store.py, who is behind
+each holder.   Out: per rank, how many leading blocks it holds, by class of memory.
 
 A request goes from run to run, not from block to block. If the last block of a run is in the
 request, all before it are, and nothing needs to be looked up between; if not, the last block that
 is lies where halving the rest leads. Only runs with holes are walked. At the border of two runs
 only the holders that come or go are looked at. Classes of memory are DEVICE, HOST, DISK and POOLED
 (another worker can read it); a rank leaves at the first block that it does not hold in any.
-Twin: plain loops over Python sets (tests/kernels/test_matching.py).
+Reference: plain loops over Python sets (tests/kernels/test_matching.py).
 """
 
 from typing import NamedTuple
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import reach, runs
+from kvplug.kernels import prefix_lengths, runs
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u8, void, writes
 from kvplug.kernels.bundle import f64_of, i64_of, u64_of
 from kvplug.kernels.expiring import extend
-from kvplug.kernels.reach import Holders, Out, Ranks
+from kvplug.kernels.prefix_lengths import Holders, Out, Ranks
 from kvplug.kernels.table import capacity_of, find_slot, num_entries
 
 I64 = npt.NDArray[np.int64]
@@ -28,8 +28,12 @@ F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
-# Rows of an answer behind the reaches.
-DEPTH, CREDIT, NUM_ROWS = reach.NUM_REACHES, reach.NUM_REACHES + 1, reach.NUM_REACHES + 2
+# Rows of an answer behind the scopes.
+DEPTH, CREDIT, NUM_ROWS = (
+    prefix_lengths.NUM_SCOPES,
+    prefix_lengths.NUM_SCOPES + 1,
+    prefix_lengths.NUM_SCOPES + 2,
+)
 # The arrays of a bundle (kernels/bundle.py). EXPECTED and what follows are those of
 # kernels/expiring.py, empty if nothing is ever expected.
 (
@@ -133,9 +137,9 @@ def _cross(
     before = np.int64(runs.get(path.runs, above, runs.SET))
     now = np.int64(runs.get(path.runs, run, runs.SET))
     known = runs.only_change(path.runs, run) if is_next else np.int64(-1)
-    if known >= 0 and reach.is_all(known, holders, ranks):
-        return reach.leave_with(known, at, holders, ranks)
-    num_left, changed = reach.cross(before, now, at, bits, words, holders, ranks, out)
+    if known >= 0 and prefix_lengths.is_all(known, holders, ranks):
+        return prefix_lengths.leave_with(known, at, holders, ranks)
+    num_left, changed = prefix_lengths.cross(before, now, at, bits, words, holders, ranks, out)
     if is_next and changed >= 0:
         runs.remember_change(path.runs, run, changed)
     return num_left
@@ -145,9 +149,9 @@ def _cross(
 def fill_overlap(
     hashes: U64, path: Path, bits: U64, words: Index, holders: Holders, scratch: I64, out: Out
 ) -> None:
-    """What each rank holds of a request; scratch as for reach.ranks_in."""
+    """What each rank holds of a request; scratch as for prefix_lengths.ranks_in."""
     out.credit[:] = 0.0
-    ranks = reach.ranks_in(scratch, len(out.credit))
+    ranks = prefix_lengths.ranks_in(scratch, len(out.credit))
     at: Index = 0
     num_alive: Index = 0
     run, time = runs.NO_RUN, runs.time(path.runs)
@@ -158,7 +162,7 @@ def fill_overlap(
             break
         if at == 0:
             now = np.int64(runs.get(path.runs, run, runs.SET))
-            num_alive = reach.enter(now, bits, words, holders, ranks, out)
+            num_alive = prefix_lengths.enter(now, bits, words, holders, ranks, out)
         else:
             num_alive += _cross(above, run, end >= 0, at, path, bits, words, holders, ranks, out)
         if num_alive == 0:
@@ -166,9 +170,9 @@ def fill_overlap(
         runs.touch_at(path.runs, run, time)
         at = 1 + (last_of_run(path, hashes, at, run) if end < 0 else end)
     if at == 0:
-        out.reach[:] = 0
+        out.prefix_lengths[:] = 0
     else:
-        reach.finish(at, holders, ranks, out)
+        prefix_lengths.finish(at, holders, ranks, out)
 
 
 @inlined
@@ -179,11 +183,11 @@ def fill_answer(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     path = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS))
     holders = Holders(i64_of(bundle, OWNER), i64_of(bundle, READERS), f64_of(bundle, CREDITS))
     num_ranks = len(out) // NUM_ROWS
-    reaches, depths = out[: DEPTH * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
+    lengths, depths = out[: DEPTH * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
     credit = out[CREDIT * num_ranks :].view(np.float64)
     scratch, bits, words = i64_of(bundle, SCRATCH), u64_of(bundle, BITS), header[0]
-    fill_overlap(hashes, path, bits, words, holders, scratch, Out(reaches, credit))
-    held = reaches[reach.ANY * num_ranks : (reach.ANY + 1) * num_ranks]
+    fill_overlap(hashes, path, bits, words, holders, scratch, Out(lengths, credit))
+    held = lengths[prefix_lengths.ANY * num_ranks : (prefix_lengths.ANY + 1) * num_ranks]
     for rank in range(num_ranks):
         depths[rank] = held[rank]
     expected = u64_of(bundle, EXPECTED)
@@ -200,7 +204,7 @@ def fill_answer(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
 def overlap(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     """What each rank holds of a request.
 
-    out: int64[NUM_ROWS * ranks], a row for each reach, then DEPTH (ANY, moved on over blocks that
+    out: int64[NUM_ROWS * ranks], a row for each scope, then DEPTH (ANY, moved on over blocks that
     are expected), then CREDIT, which is float64.
     """
     fill_answer(hashes, now_s, bundle, out)

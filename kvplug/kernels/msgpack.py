@@ -5,7 +5,7 @@ Out: what the item is, and the position behind it.
 
 Positions are int64, and -1 means "not read here". An item may be read past `end` before that is
 noticed, by at most PADDING bytes: the caller provides them. Unsigned positions in loops: signed
-ones are tested for wrap-around at every access. Twin: msgspec (tests/kernels/test_wire.py).
+ones are tested for wrap-around at every access. Reference: msgspec (tests/kernels/test_wire.py).
 
 The format is https://github.com/msgpack/msgpack/blob/master/spec.md (version 5).
 """
@@ -219,7 +219,9 @@ def after_nils(data: Bytes, at: Index, end: Index) -> Index:
 
 
 @inlined
-def read_names(data: Bytes, at: Index, end: Index, out: U64, first: Index) -> tuple[Index, Index]:
+def read_engine_hashes(
+    data: Bytes, at: Index, end: Index, out: U64, first: Index
+) -> tuple[Index, Index]:
     """(number of hashes, position behind them)."""
     num_items, at = array_header(data, at)
     if num_items < 0 or at + num_items > end:

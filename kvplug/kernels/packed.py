@@ -3,7 +3,7 @@
 In:  a payload of kvplug/packed.py, PADDING more bytes behind it.   Out: an event at a position.
 
 A valid payload in a form that nobody writes (numbers in more bytes than they need) is not read
-here, but by kvplug/packed.py, which is the twin of this file.
+here, but by kvplug/packed.py, which is the reference implementation of this file.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ _NIL = 0xC0
 
 
 class PackedEvent(NamedTuple):
-    """kind: STORED, REMOVED, CLEARED, or -1: not read here. names and hashes: where they are in the
-    payload, num_blocks of each; end: where the next event is.
+    """kind: STORED, REMOVED, CLEARED, or -1: not read here. engine_hashes and hashes: where they
+    are in the payload, num_blocks of each; end: where the next event is.
     """
 
     kind: Index
@@ -33,7 +33,7 @@ class PackedEvent(NamedTuple):
     has_parent: bool
     parent: np.uint64
     seed: np.uint64
-    names: Index
+    engine_hashes: Index
     hashes: Index
     num_blocks: Index
     end: Index
@@ -66,14 +66,22 @@ def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> PackedEvent
     seed, at = msgpack.natural(data, at)
     if at < 0 or at > end:
         return _unread()
-    num_names, names, at = _read_words(data, at, end)
-    if num_names < 0:
+    num_engine_hashes, engine_hashes, at = _read_words(data, at, end)
+    if num_engine_hashes < 0:
         return _unread()
     num_hashes, hashes, at = _read_words(data, at, end)
-    if num_hashes != num_names:
+    if num_hashes != num_engine_hashes:
         return _unread()
     return PackedEvent(
-        np.int64(STORED), tier, has_parent, parent, seed, names, hashes, num_names, at
+        np.int64(STORED),
+        tier,
+        has_parent,
+        parent,
+        seed,
+        engine_hashes,
+        hashes,
+        num_engine_hashes,
+        at,
     )
 
 
@@ -100,9 +108,11 @@ def read_event(data: Bytes, at: Index, end: Index) -> PackedEvent:
     if kind == STORED and num_items == 6:
         return _read_stored(data, at + 2, end, tier)
     if kind == REMOVED and num_items == 3:
-        num_names, names, at = _read_words(data, at + 2, end)
-        if num_names >= 0:
-            return PackedEvent(kind, tier, False, _0, _0, names, names, num_names, at)
+        num_engine_hashes, engine_hashes, at = _read_words(data, at + 2, end)
+        if num_engine_hashes >= 0:
+            return PackedEvent(
+                kind, tier, False, _0, _0, engine_hashes, engine_hashes, num_engine_hashes, at
+            )
     return _unread()
 
 

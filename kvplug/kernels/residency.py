@@ -1,13 +1,13 @@
 """The relation block x holder, in arrays: what joining.py and leaving.py have in common.
 
-In:  runs, names, and the numbers of sets.   Out: who has a run; runs made and blocks taken out.
+In:  runs, space, and the numbers of sets.   Out: who has a run; runs made and blocks taken out.
 
     table    sequence hash -> place (run and depth, kernels/runs.py)
-    names    engine hash -> sequence hash, for the ranks of one domain; none where nobody names
+    names    engine hash -> sequence hash, for the ranks of one hash space; none where nobody names
     copies   hash xor mark of the holder -> (holder, copies above the first one)
     runs     kernels/runs.py           bits, meta, intern, header   kernels/holders.py
 
-Made of parts of the files that it names. Twin: tests/index/twin.py.
+Made of parts of the files that it names. Reference: tests/index/reference.py.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ _0, _1 = np.uint64(0), np.uint64(1)
 
 
 class Blocks(NamedTuple):
-    """The arrays of kvplug/index/holdings.py."""
+    """The arrays of kvplug/index/block_store.py."""
 
     table: U64
     copies: U64
@@ -39,9 +39,9 @@ class Blocks(NamedTuple):
     header: I64
 
 
-class Names(NamedTuple):
-    """A domain: engine hash -> sequence hash (empty array: blocks have no names), and the bits of
-    its holders (empty: every holder is in it).
+class SpaceArrays(NamedTuple):
+    """A hash space: engine hash -> sequence hash (empty array: blocks have no space), and the bits
+    of its holders (empty: every holder is in it).
     """
 
     slots: U64
@@ -67,9 +67,9 @@ def is_held_by(blocks: Blocks, run: np.uint64, holder: Index) -> bool:
 
 
 @inlined
-def is_named(blocks: Blocks, names: Names, set_id: Index) -> bool:
-    """Whether any rank of the domain is in the set, so that its blocks have names there."""
-    return bool(holders.has_any(blocks.bits, blocks.header[0], set_id, names.members))
+def has_engine_hash(blocks: Blocks, space: SpaceArrays, set_id: Index) -> bool:
+    """Whether any rank of the hash space is in the set, so that its blocks have names there."""
+    return bool(holders.has_any(blocks.bits, blocks.header[0], set_id, space.members))
 
 
 @inlined
@@ -102,6 +102,6 @@ def follows(blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64) -> 
 
 
 @inlined
-def hash_of_name(names: Names, name: np.uint64) -> np.uint64:
-    """The sequence hash behind an engine hash, 0 if the domain has no such name."""
-    return value_of(names.slots, name)
+def hash_of(space: SpaceArrays, engine_hash: np.uint64) -> np.uint64:
+    """The sequence hash behind an engine hash, 0 if the hash space has no such name."""
+    return value_of(space.slots, engine_hash)

@@ -13,7 +13,15 @@ plain Python (tests/kernels/test_routing.py).
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import active_blocks, costing, expiring, forecast, matching, reach, scoring
+from kvplug.kernels import (
+    active_blocks,
+    costing,
+    expiring,
+    forecast,
+    matching,
+    prefix_lengths,
+    scoring,
+)
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u4, u8, writes
 from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
 from kvplug.kernels.costing import NUM_COLUMNS, Fleet, Prompt, of
@@ -24,7 +32,7 @@ from kvplug.kernels.scoring import (
     forecast_of,
     found_of,
     note_popularity,
-    reach_of,
+    prefix_length,
 )
 from kvplug.kernels.table import has_room
 
@@ -179,7 +187,7 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     ranks, prompt = f64_of(bundle, scoring.RANKS), request.prompt
     at, found = i64_of(bundle, scoring.INDEX_RANKS)[rank], found_of(bundle, rank)
     cached = costing.cached_tokens(prompt, found.num_blocks)
-    new, depth = prompt.num_tokens - cached, reach_of(held, matching.DEPTH, at)
+    new, depth = prompt.num_tokens - cached, prefix_length(held, matching.DEPTH, at)
     token, attention = of(ranks, rank, costing.TOKEN_MS), of(ranks, rank, costing.ATTENTION_MS)
     out[RANK], out[COST] = rank, f64_of(bundle, scoring.COSTS)[rank]
     out[DEPTH], out[OWN] = depth, f64_of(bundle, scoring.OWN_MS)[rank]
@@ -187,8 +195,14 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     out[PREFILL_TOKENS] = prompt.num_tokens - depth * prompt.block_size
     out[COMING] = max(0.0, prompt.num_blocks - found.num_on_device)
     out[NEW_TOKENS], out[CACHED_TOKENS] = new, cached
-    on_device, in_host = reach_of(held, reach.ON_DEVICE, at), reach_of(held, reach.IN_HOST, at)
-    on_disk, anywhere = reach_of(held, reach.ON_DISK, at), reach_of(held, reach.ANY, at)
+    on_device, in_host = (
+        prefix_length(held, prefix_lengths.ON_DEVICE, at),
+        prefix_length(held, prefix_lengths.IN_HOST, at),
+    )
+    on_disk, anywhere = (
+        prefix_length(held, prefix_lengths.ON_DISK, at),
+        prefix_length(held, prefix_lengths.ANY, at),
+    )
     out[HOST_TOKENS] = prompt.block_size * (in_host - on_device)
     out[DISK_TOKENS] = prompt.block_size * (on_disk - in_host)
     out[POOL_TOKENS] = prompt.block_size * (anywhere - on_disk)

@@ -17,8 +17,8 @@ has matched all of it, without looking at the blocks between. Words of a run:
              below, which names this one as the run above; 0: not known
 
 Of a free run, START has the next free one. Run 0 is none; its words START and END have the first
-free run and the number of live ones, USED has the time, which is never 0. Twin:
-tests/index/twin.py; check() of an index compares runs and blocks.
+free run and the number of live ones, USED has the time, which is never 0. Reference:
+tests/index/reference.py; check() of an index compares runs and blocks.
 """
 
 import numpy as np

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import active_blocks, costing, forecast, matching, reach
+from kvplug.kernels import active_blocks, costing, forecast, matching, prefix_lengths
 from kvplug.kernels._jit import inlined
 from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
 from kvplug.kernels.costing import Fleet, Found, Prompt, of
@@ -67,8 +67,8 @@ def forecast_of(bundle: U64) -> forecast.Forecast:
 
 
 @inlined
-def reach_of(held: I64, which: Index, at: Index) -> Index:
-    """How far rank `at` of the index reaches; which: a row of kernels/matching.py."""
+def prefix_length(held: I64, which: Index, at: Index) -> Index:
+    """How long a prefix rank `at` of the index holds; which: a row of kernels/matching.py."""
     return np.int64(held[which * (len(held) // matching.NUM_ROWS) + at])
 
 
@@ -83,8 +83,14 @@ def found_of(bundle: U64, rank: Index) -> Found:
 @inlined
 def _loading_ms(ranks: F64, rank: Index, at: Index, prompt: Prompt, held: I64) -> float:
     """To bring what lower tiers have to the device."""
-    on_device, in_host = reach_of(held, reach.ON_DEVICE, at), reach_of(held, reach.IN_HOST, at)
-    on_disk, anywhere = reach_of(held, reach.ON_DISK, at), reach_of(held, reach.ANY, at)
+    on_device, in_host = (
+        prefix_length(held, prefix_lengths.ON_DEVICE, at),
+        prefix_length(held, prefix_lengths.IN_HOST, at),
+    )
+    on_disk, anywhere = (
+        prefix_length(held, prefix_lengths.ON_DISK, at),
+        prefix_length(held, prefix_lengths.ANY, at),
+    )
     host_ms = of(ranks, rank, costing.HOST_MS) * (in_host - on_device)
     disk_ms = of(ranks, rank, costing.DISK_MS) * (on_disk - in_host)
     pool_ms = of(ranks, rank, costing.POOL_MS) * (anywhere - on_disk)
@@ -92,15 +98,20 @@ def _loading_ms(ranks: F64, rank: Index, at: Index, prompt: Prompt, held: I64) -
 
 
 @inlined
-def _find(prompt: Prompt, rank: Index, at: Index, worth: float, ranks: F64, held: I64) -> Found:
+def _find(
+    prompt: Prompt, rank: Index, at: Index, confidence: float, ranks: F64, held: I64
+) -> Found:
     """What the rank has of a prompt now; `worth`: how far that can be relied on."""
-    depth, anywhere = reach_of(held, matching.DEPTH, at), reach_of(held, reach.ANY, at)
-    num_blocks = depth - (1.0 - worth) * anywhere
-    lower = anywhere - reach_of(held, reach.ON_DEVICE, at)
+    depth, anywhere = (
+        prefix_length(held, matching.DEPTH, at),
+        prefix_length(held, prefix_lengths.ANY, at),
+    )
+    num_blocks = depth - (1.0 - confidence) * anywhere
+    lower = anywhere - prefix_length(held, prefix_lengths.ON_DEVICE, at)
     if lower == 0:
         return Found(num_blocks, num_blocks, 0.0)
     loading_ms = _loading_ms(ranks, rank, at, prompt, held)
-    return Found(num_blocks, num_blocks - worth * lower, worth * loading_ms)
+    return Found(num_blocks, num_blocks - confidence * lower, confidence * loading_ms)
 
 
 @inlined
@@ -129,13 +140,13 @@ def _fill_times(
     costs, own, waits = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS), f64_of(bundle, WAITS)
     out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
     common = np.inf
-    worths = f64_of(index, matching.CREDITS)[reach.NUM_MASKS :]
+    confidences = f64_of(index, matching.CREDITS)[prefix_lengths.NUM_MASKS :]
     settings = f64_of(bundle, SETTINGS)
     has_forecast, has_events = settings[COST_IN_MS] > 0, settings[USES_EVENTS] > 0
     for i in range(len(candidates)):
         rank = candidates[i]
         at = index_ranks[rank]
-        found = _find(request.prompt, rank, at, worths[at], ranks, held)
+        found = _find(request.prompt, rank, at, confidences[at], ranks, held)
         capacity = costing.capacity_of_rank(ranks, rank, fleet.capacity)
         is_over = costing.filled_blocks(ranks, rank) > capacity
         # Without events, nothing but the forecast tells what is gone.

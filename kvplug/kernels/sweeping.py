@@ -1,11 +1,11 @@
-"""Many blocks out of the index at once, a stretch of an array at a time: clears and evictions.
+"""Many blocks out of the index at once, a span of an array at a time: clears and evictions.
 
 In:  holders that are cleared, or runs that were cut short.   Out: arrays without their blocks.
 
 Cutting a holder out of the sets of all runs, or the tails off some runs, is short; then the tables
 are swept for blocks that no run claims any more. Between two calls the index is consistent for
 queries, which do not find what a run does not claim; nothing else may come in between, as a removal
-would move entries to slots that are done. Twin: removals one by one (tests/index/).
+would move entries to slots that are done. Reference: removals one by one (tests/index/).
 """
 
 import numpy as np
@@ -86,7 +86,9 @@ def sweep_blocks(first: Index, last: Index, run_words: U64, table: U64) -> Index
 
 @inlined
 def _has_any(place: np.uint64, run_words: U64, bits: U64, header: I64, members: U64) -> bool:
-    """Whether any holder of the domain has the block; members is empty if there is one domain."""
+    """Whether any holder of the hash space has the block; members is empty if there is one hash
+    space.
+    """
     if place == _0 or not runs.claims(run_words, place):
         return False
     set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
@@ -97,17 +99,19 @@ def _has_any(place: np.uint64, run_words: U64, bits: U64, header: I64, members: 
     i8(i8, i8, reads(u8), reads(u8), reads(u8), reads(i8), reads(u8), writes(u8)),
     releases_gil=True,
 )
-def sweep_names(
+def sweep_engine_hashes(
     first: Index, last: Index, table: U64, run_words: U64, bits: U64, header: I64, members: U64,
-    names: U64,
+    space_slots: U64,
 ) -> Index:  # fmt: skip
-    """Erase the names in slots first..last of blocks that no rank of the domain has; how many."""
-    at, num_erased, capacity = np.uint64(first), 0, capacity_of(names)
+    """Erase the engine hashes in slots first..last of blocks that no rank of the hash space has;
+    how many.
+    """
+    at, num_erased, capacity = np.uint64(first), 0, capacity_of(space_slots)
     while at < np.uint64(last):
-        hash_ = names[_2 * at + _1]
+        hash_ = space_slots[_2 * at + _1]
         place = value_of(table, hash_) if hash_ != _0 else _0
         if hash_ != _0 and not _has_any(place, run_words, bits, header, members):
-            erase_slot(names, at, capacity)
+            erase_slot(space_slots, at, capacity)
             num_erased += 1
         else:
             at += _1

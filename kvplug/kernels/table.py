@@ -8,7 +8,7 @@ Linear probing from `home_of(key)`; removal shifts later entries back instead of
 so a table that was full of evicted blocks probes as fast as a new one. The capacity may be any
 number (no power of two), so that tables can grow by less than doubling; homes rise with the mixed
 key, whatever the capacity, so moving to a larger table reads and writes memory in order. The caller
-keeps at least one slot empty. Twin: a dict (tests/kernels/test_table.py).
+keeps at least one slot empty. Reference: a dict (tests/kernels/test_table.py).
 """
 
 import numpy as np

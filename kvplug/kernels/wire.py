@@ -8,10 +8,11 @@ full-attention models: integer hashes, no LoRA, no salt, no extra keys. The firs
 anything else ends the run, and its like is left to kvplug/codec.py, which reads all dialects; what
 is read here, it reads equally (tests/test_records.py).
 
-A record is RECORD_WIDTH numbers: [KIND, TIER (-1: not named), FIRST_NAME, NUM_NAMES, FIRST_TOKEN,
-NUM_TOKENS, BLOCK_SIZE, HAS_PARENT]; the parent itself, a u64, is in an array of its own.
+A record is RECORD_WIDTH numbers: [KIND, TIER (-1: not named), FIRST_ENGINE_HASH, NUM_ENGINE_HASHES,
+FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT]; the parent itself, a u64, is in an array of its
+own.
 
-Positions are as in kernels/msgpack.py. Twin: the codec.
+Positions are as in kernels/msgpack.py. Reference: the codec.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvplug.kernels.msgpack import (
     integer,
     map_header,
     packed,
-    read_names,
+    read_engine_hashes,
     read_small,
     read_tokens,
     word,
@@ -40,7 +41,16 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 RECORD_WIDTH = 8
-KIND, TIER, FIRST_NAME, NUM_NAMES, FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT = range(8)
+(
+    KIND,
+    TIER,
+    FIRST_ENGINE_HASH,
+    NUM_ENGINE_HASHES,
+    FIRST_TOKEN,
+    NUM_TOKENS,
+    BLOCK_SIZE,
+    HAS_PARENT,
+) = range(8)
 STORED, REMOVED, CLEARED = 0, 1, 2
 # What read_payloads leaves in its out_counts.
 NUM_EVENTS, COUNT_NAMES, COUNT_TOKENS, DP_RANK = 0, 1, 2, 3
@@ -119,11 +129,13 @@ def _read_setting(data: Bytes, at: Index, end: Index, field: Index, record: I64)
 @inlined
 def _read_field(
     data: Bytes, at: Index, end: Index, field: Index,
-    record: I64, parents: U64, event: Index, names: U64, tokens: U32,
+    record: I64, parents: U64, event: Index, engine_hashes: U64, tokens: U32,
 ) -> Index:  # fmt: skip
     """Read one field of an event; returns the position behind it, or -1."""
     if field == _HASHES:
-        record[NUM_NAMES], at = read_names(data, at, end, names, record[FIRST_NAME])
+        record[NUM_ENGINE_HASHES], at = read_engine_hashes(
+            data, at, end, engine_hashes, record[FIRST_ENGINE_HASH]
+        )
     elif field == _TOKENS:
         record[NUM_TOKENS], at = read_tokens(data, at, end, tokens, record[FIRST_TOKEN])
     elif field == _PARENT and data[at] != 0xC0:
@@ -147,7 +159,7 @@ def _field_of_array(kind: Index, i: Index) -> Index:
 @inlined
 def _event_map(
     data: Bytes, at: Index, end: Index,
-    record: I64, parents: U64, event: Index, names: U64, tokens: U32,
+    record: I64, parents: U64, event: Index, engine_hashes: U64, tokens: U32,
 ) -> Index:  # fmt: skip
     num_fields, at = map_header(data, at)
     seen = np.int64(0)
@@ -164,7 +176,7 @@ def _event_map(
             kind, at = word(data, at, _TYPE_WORDS, 0)
             record[KIND] = _KIND_OF_TYPE[kind] if 0 <= kind < len(_KIND_OF_TYPE) else FAILED
         else:
-            at = _read_field(data, at, end, field, record, parents, event, names, tokens)
+            at = _read_field(data, at, end, field, record, parents, event, engine_hashes, tokens)
         if at < 0 or at > end or record[KIND] < FAILED:
             return FAILED
     return at if num_fields >= 0 and seen & (np.int64(1) << np.int64(_TYPE)) != 0 else FAILED
@@ -173,7 +185,7 @@ def _event_map(
 @inlined
 def _event_array(
     data: Bytes, at: Index, end: Index,
-    record: I64, parents: U64, event: Index, names: U64, tokens: U32,
+    record: I64, parents: U64, event: Index, engine_hashes: U64, tokens: U32,
 ) -> Index:  # fmt: skip
     num_items, at = array_header(data, at)
     if num_items < 1:
@@ -184,7 +196,7 @@ def _event_array(
     record[KIND] = _KIND_OF_TYPE[kind]
     for i in range(num_items - 1):
         field = _field_of_array(record[KIND], i)
-        at = _read_field(data, at, end, field, record, parents, event, names, tokens)
+        at = _read_field(data, at, end, field, record, parents, event, engine_hashes, tokens)
         if at < 0 or at > end:
             return FAILED
     return at
@@ -195,31 +207,35 @@ def _is_whole(record: I64) -> bool:
     """Whether an event has what it needs, and only that; as Stored.event() in kvplug/wire.py."""
     if record[KIND] == STORED:
         num_tokens, size = record[NUM_TOKENS], record[BLOCK_SIZE]
-        aligned = num_tokens == record[NUM_NAMES] * size
-        return bool(record[NUM_NAMES] > 0 and num_tokens > 0 and 1 <= size <= 65536 and aligned)
+        aligned = num_tokens == record[NUM_ENGINE_HASHES] * size
+        return bool(
+            record[NUM_ENGINE_HASHES] > 0 and num_tokens > 0 and 1 <= size <= 65536 and aligned
+        )
     if record[KIND] == REMOVED:
-        return bool(record[NUM_NAMES] > 0 and record[NUM_TOKENS] == 0)
-    return bool(record[KIND] == CLEARED and record[NUM_NAMES] == 0 and record[NUM_TOKENS] == 0)
+        return bool(record[NUM_ENGINE_HASHES] > 0 and record[NUM_TOKENS] == 0)
+    return bool(
+        record[KIND] == CLEARED and record[NUM_ENGINE_HASHES] == 0 and record[NUM_TOKENS] == 0
+    )
 
 
 @inlined
 def _read_event(
     data: Bytes, at: Index, end: Index, counts: I64,
-    records: I64, parents: U64, names: U64, tokens: U32,
+    records: I64, parents: U64, engine_hashes: U64, tokens: U32,
 ) -> Index:  # fmt: skip
     event = counts[NUM_EVENTS]
     record = records[RECORD_WIDTH * event : RECORD_WIDTH * (event + 1)]
     record[:] = 0
     record[KIND] = record[TIER] = FAILED
-    record[FIRST_NAME], record[FIRST_TOKEN] = counts[COUNT_NAMES], counts[COUNT_TOKENS]
+    record[FIRST_ENGINE_HASH], record[FIRST_TOKEN] = counts[COUNT_NAMES], counts[COUNT_TOKENS]
     if 0x80 <= data[at] <= 0x8F or data[at] == 0xDE:
-        at = _event_map(data, at, end, record, parents, event, names, tokens)
+        at = _event_map(data, at, end, record, parents, event, engine_hashes, tokens)
     else:
-        at = _event_array(data, at, end, record, parents, event, names, tokens)
+        at = _event_array(data, at, end, record, parents, event, engine_hashes, tokens)
     if at < 0 or not _is_whole(record):
         return FAILED
     counts[NUM_EVENTS] += 1
-    counts[COUNT_NAMES] += record[NUM_NAMES]
+    counts[COUNT_NAMES] += record[NUM_ENGINE_HASHES]
     counts[COUNT_TOKENS] += record[NUM_TOKENS]
     return at
 
@@ -234,7 +250,7 @@ def _read_rank(data: Bytes, at: Index) -> tuple[Index, Index]:
 @inlined
 def _read_payload(
     data: Bytes, at: Index, end: Index, counts: I64,
-    records: I64, parents: U64, names: U64, tokens: U32,
+    records: I64, parents: U64, engine_hashes: U64, tokens: U32,
 ) -> tuple[bool, Index]:  # fmt: skip
     """(whether the payload was read, its data-parallel rank or -1)."""
     num_items, at = array_header(data, at)
@@ -247,7 +263,7 @@ def _read_payload(
     if num_events < 0 or at + num_events > end:
         return False, FAILED
     for _ in range(num_events):
-        at = _read_event(data, at, end, counts, records, parents, names, tokens)
+        at = _read_event(data, at, end, counts, records, parents, engine_hashes, tokens)
         if at < 0 or at > end:
             return False, FAILED
     rank: Index = FAILED

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.hashing import Hashes
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import forecast as kernels
 
@@ -24,10 +24,10 @@ _MIN_NODES = 256
 class CacheForecast:
     """reserve, then let a kernel change `arrays`; or use, num_held, num_blocks, forget."""
 
-    def __init__(self, changes: Changes | None = None) -> None:
-        """`changes` counts when one of `arrays` has become another array."""
-        self._changes = changes or Changes()
-        self._table = HashTable(self._changes)
+    def __init__(self, version: ArrayVersion | None = None) -> None:
+        """`version` counts when one of `arrays` has become another array."""
+        self._version = version or ArrayVersion()
+        self._table = HashTable(self._version)
         self._keys: U64 = np.zeros(0, dtype=np.uint64)
         self._links: I32 = np.zeros(0, dtype=np.int32)
         self._ends: I64 = np.array([kernels.NOBODY, 0], dtype=np.int64)
@@ -91,7 +91,7 @@ class CacheForecast:
         if num_ranks > known:
             empty = [kernels.NOBODY, kernels.NOBODY, 0] * (num_ranks - known)
             self._ends = np.concatenate([self._ends, np.array(empty, dtype=np.int64)])
-            self._changes.count += 1
+            self._version.count += 1
 
     def _add_nodes(self, num_more: int) -> None:
         """Free nodes, before those that are free already."""
@@ -102,7 +102,7 @@ class CacheForecast:
         self._links = np.concatenate([self._links, links.reshape(-1)])
         self._ends[kernels.FREE] = first
         self._ends[kernels.NUM_FREE] += num_more
-        self._changes.count += 1
+        self._version.count += 1
 
 
 def _follow(links: I32, node: int) -> list[int]:

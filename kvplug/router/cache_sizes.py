@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvplug.events import Rank
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.load import ActiveLoad
 
@@ -103,9 +103,9 @@ class CacheSizes:
         """Distinct blocks on the rank's device."""
         if rank not in self._fleet_index.numbers:
             return 0
-        return self._fleet_index.section_of(rank).index.num_resident(rank)
+        return self._fleet_index.group_of(rank).index.num_resident(rank)
 
-    def note(self, rank: Rank, num_before: int, applied: Applied) -> None:
+    def note(self, rank: Rank, num_before: int, applied: ApplyResult) -> None:
         """Events have changed the rank's cache, which had so many blocks before."""
         if rank not in self._fleet_index.numbers:
             return
@@ -128,7 +128,7 @@ class CacheSizes:
             if rank is not None:
                 self._put_resident(rank)
 
-    def note_worth(self, rank: Rank) -> None:
+    def note_confidence(self, rank: Rank) -> None:
         """What the rank's blocks count for has changed."""
         if rank in self._fleet_index.numbers:
             self._put_resident(rank)
@@ -146,8 +146,8 @@ class CacheSizes:
 
     def _num_evicted(self, rank: Rank, num_fewer: int, num_removed: int) -> int:
         """Of blocks that were removed, those that its device had no room for."""
-        index = self._fleet_index.section_of(rank).index
-        if self._fleet_index.worth_of(rank) < 1 or index.room.lost.num_blocks:
+        index = self._fleet_index.group_of(rank).index
+        if self._fleet_index.confidence_of(rank) < 1 or index.capacity_guard.stats.num_blocks:
             return 0  # it holds more than is known
         has_tiers = len(index.numbers.holders(index.numbers.number_of(rank))) > 1
         return max(0, num_fewer) if has_tiers else num_removed
@@ -156,7 +156,7 @@ class CacheSizes:
         """What a rank holds whose blocks count for nothing is known until it is sent something."""
         if not self._load.counts_sent:
             number = self._fleet_index.numbers.number_of(rank)
-            is_told = self._fleet_index.worth_of(rank) > 0
+            is_told = self._fleet_index.confidence_of(rank) > 0
             self._load.set_resident(number, self.num_resident(rank), is_told=is_told)
 
     def _put(self, rank: Rank, size: CacheSize, *, is_new_problem: bool) -> None:

@@ -111,12 +111,12 @@ class RouterConfig:
         limits=FINITE_ABOVE_0,
         flag="--approximate-ttl-s",
     )
-    stale_worth: float = setting(
+    stale_confidence: float = setting(
         0.5,
         "what the blocks of a worker count for while some of its events are missing, 0 to 1, "
         "until the [audit](audit.md) has measured it",
         limits=SHARE,
-        flag="--stale-worth",
+        flag="--stale-confidence",
     )
     max_index_blocks: int | None = setting(
         None,

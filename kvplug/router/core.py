@@ -19,7 +19,7 @@ from msgspec import structs
 from kvplug.errors import ConfigError, UnknownRequestError
 from kvplug.events import EventBatch, Namespace, Rank
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
 from kvplug.index.sweeping import Clearing
@@ -64,7 +64,7 @@ class Router:
         self.fleet_index = FleetIndex(
             self._block_size(),
             speculative_ttl_s=self.config.routed_ttl_s,
-            is_wanted=self._lock.is_wanted,
+            query_waiting=self._lock.query_waiting,
             bounds=self.config.bounds,
         )
         self.load = ActiveLoad(
@@ -90,7 +90,7 @@ class Router:
 
     def index_of(self, rank: Rank) -> BlockIndex:
         """The index of the rank's model and block size; an empty one's if the rank is unknown."""
-        return self.fleet_index.section_of(rank).index
+        return self.fleet_index.group_of(rank).index
 
     def add_worker(
         self, worker: str, *, dp_size: int = 1, model: str = "", block_size: int | None = None
@@ -115,43 +115,43 @@ class Router:
             self.fleet_index.remove_worker(worker)
             self._fleet_changed()
 
-    def apply(self, rank: Rank, batch: EventBatch) -> Applied:
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """Remember what a rank's engine said; returns what was stored, removed and refused.
 
         ConfigError in the approximate mode.
         """
         self.require_events(rank)
-        applied = Applied()
-        with self._lock.patiently as turn:
+        applied = ApplyResult()
+        with self._lock.low_priority as turn:
             for part in slices_of(batch):
                 before = self.cache_sizes.num_resident(rank)
                 applied_now = self.fleet_index.apply(rank, part)
                 self.cache_sizes.note(rank, before, applied_now)
                 applied.add(applied_now)
-                turn.give_way()
+                turn.yield_to_queries()
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
         """As `apply`, for packed events (kvplug/packed.py): blocks that are hashed already.
 
         Blocks are taken to have the size of the rank's index. DecodeError, and nothing done, for a
         payload that is none.
         """
         self.require_events(rank)
-        with self._lock.patiently:
+        with self._lock.low_priority:
             before = self.cache_sizes.num_resident(rank)
             applied = self.fleet_index.apply_packed(rank, payload)
             self.cache_sizes.note(rank, before, applied)
         return applied
 
-    def apply_records(self, rank: Rank, records: Records) -> Applied:
+    def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
         self.require_events(rank)
-        applied, at = Applied(), 0
-        with self._lock.patiently as turn:
+        applied, at = ApplyResult(), 0
+        with self._lock.low_priority as turn:
             while at < records.num_events:
                 at = self._apply_slice(rank, records, at, applied)
-                turn.give_way()
+                turn.yield_to_queries()
         return applied
 
     def require_events(self, rank: Rank) -> None:
@@ -162,20 +162,20 @@ class Router:
                 "this one has False and goes by its own decisions"
             )
 
-    def set_worth(self, rank: Rank, worth: float) -> None:
+    def set_confidence(self, rank: Rank, confidence: float) -> None:
         """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
 
         For ranks of whose blocks not everything is known (kvplug/ingest/trust.py); 0 for one that
         publishes no events.
         """
         with self._lock:
-            self.fleet_index.set_worth(rank, worth)
-            self.cache_sizes.note_worth(rank)
+            self.fleet_index.set_confidence(rank, confidence)
+            self.cache_sizes.note_confidence(rank)
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
-        with self._lock.patiently as turn:
-            return self._clear_in_slices(rank, turn.give_way)
+        with self._lock.low_priority as turn:
+            return self._clear_in_slices(rank, turn.yield_to_queries)
 
     def save_index(self, path: Path) -> None:
         """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
@@ -184,9 +184,9 @@ class Router:
         SnapshotError if that cannot be, and a former file stays; ConfigError for a fleet with
         several indexes.
         """
-        with self._lock.patiently as turn:
+        with self._lock.low_priority as turn:
             snapshot = Snapshot(self.index)
-            with turn.standing_aside():
+            with turn.released():
                 snapshot.write(path)
 
     def route(  # noqa: PLR0913 - all but the prompt by name
@@ -325,7 +325,7 @@ class Router:
     @contextmanager
     def _changing_fleet(self) -> Iterator[None]:
         """Not within a run of events: a worker may change its index."""
-        with self._lock.patiently:
+        with self._lock.low_priority:
             yield
 
     def _block_size(self) -> int | None:
@@ -333,20 +333,20 @@ class Router:
         known = self.config.block_size
         return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
 
-    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: Applied) -> int:
-        before, part = self.cache_sizes.num_resident(rank), Applied()
+    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: ApplyResult) -> int:
+        before, part = self.cache_sizes.num_resident(rank), ApplyResult()
         at = self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, part)
         self.cache_sizes.note(rank, before, part)
         applied.add(part)
         return at
 
-    def _clear_in_slices(self, rank: Rank, give_way: Callable[[], None]) -> int:
+    def _clear_in_slices(self, rank: Rank, yield_to_queries: Callable[[], None]) -> int:
         clearing = self._start_clear(rank)
         if clearing is None:
             return 0
         while not clearing.is_done:
             self._clear_slice(clearing)
-            give_way()
+            yield_to_queries()
         self._end_clear(rank)
         return clearing.num_dropped
 

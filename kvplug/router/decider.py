@@ -25,11 +25,11 @@ from kvplug.hashing import Hashes, Tokens
 from kvplug.kernels import routing
 from kvplug.router.candidates import Candidates
 from kvplug.router.config import RouterConfig
-from kvplug.router.fleet_index import FleetIndex, Section
+from kvplug.router.fleet_index import FleetIndex, IndexGroup
+from kvplug.router.group_arrays import GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
 from kvplug.router.prompt import MAX_TOKENS, Prompt, checked_num_tokens
-from kvplug.router.section_arrays import SectionArrays
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -98,15 +98,15 @@ class Decider:
         self._random = random_ or random.Random()
         self._candidates = Candidates(fleet_index)
         self._round_robin = RoundRobin()
-        self._arrays: dict[Section, SectionArrays] = {}
+        self._arrays: dict[IndexGroup, GroupArrays] = {}
         self._out: F64 = np.zeros(routing.NUM_OUT)
         self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
 
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
         self._candidates.clear()
-        sections = self._fleet_index.sections
-        self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in sections}
+        groups = self._fleet_index.groups
+        self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in groups}
         self._load.reserve(len(self._fleet_index.numbers.ranks))
 
     def candidates(self, model: str, workers: Collection[str] | None) -> I64:
@@ -134,21 +134,21 @@ class Decider:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
         if self._config.mode == "round_robin":
             candidates = np.array([self._round_robin.pick(candidates)])
-        sections = self._fleet_index.asked(candidates)
-        if len(sections) > 1:
-            return self._decide_among(sections, prompt, request_id, candidates, now_s, answer)
-        requests = _requests(prompt, sections[0], now_s, answer)
-        self._call(routing.BOTH, requests, sections[0], candidates)
-        return self._accept(request_id, sections[0], requests.hashes, self._out, now_s, answer)
+        groups = self._fleet_index.asked(candidates)
+        if len(groups) > 1:
+            return self._decide_among(groups, prompt, request_id, candidates, now_s, answer)
+        requests = _requests(prompt, groups[0], now_s, answer)
+        self._call(routing.BOTH, requests, groups[0], candidates)
+        return self._accept(request_id, groups[0], requests.hashes, self._out, now_s, answer)
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
         answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         """As `decide` for each, with ids of ours."""
-        sections = self._fleet_index.asked(candidates)
-        if self._config.mode == "kv" and len(sections) == 1 and not sections[0].index.bigrams:
-            return self._decide_at_once(prompts, seed, candidates, sections[0], now_s, answer)
+        groups = self._fleet_index.asked(candidates)
+        if self._config.mode == "kv" and len(groups) == 1 and not groups[0].index.bigrams:
+            return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, answer)
         return [
             self.decide(Prompt(tokens, seed), None, candidates, now_s, answer) for tokens in prompts
         ]
@@ -158,7 +158,7 @@ class Decider:
         request would have to do it while somebody waits.
         """
         rank = self._fleet_index.numbers.rank(request.rank_number)
-        expected = self._fleet_index.section_of(rank).index.speculative
+        expected = self._fleet_index.group_of(rank).index.speculative
         expected.expire(now_s, 2 * len(request.sequence_hashes) + expected.max_more_expired)
 
     def note_answer(self, request: ActiveRequest, num_tokens: int, now_s: float) -> None:
@@ -166,12 +166,12 @@ class Decider:
         rank = self._fleet_index.numbers.rank(request.rank_number)
         # Of an answer that came as a whole, nobody knows when its first token was there.
         began_s = request.routed_s if request.first_token_s is None else request.first_token_s
-        arrays = self._arrays_of(self._fleet_index.section_of(rank))
+        arrays = self._arrays_of(self._fleet_index.group_of(rank))
         arrays.note_answer(num_tokens, 1e3 * (now_s - began_s))
 
     def _decide_among(
         self,
-        sections: tuple[Section, ...],
+        groups: tuple[IndexGroup, ...],
         prompt: Prompt,
         request_id: str,
         candidates: I64,
@@ -179,52 +179,52 @@ class Decider:
         answer: Answer,
     ) -> Decision:
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
-        for section in sections:
-            mine = candidates[np.isin(candidates, section.numbers)]
-            requests[section] = _requests(prompt, section, now_s, answer)
-            self._call(routing.SCORE, requests[section], section, mine)
-            unit = 1 if self._config.is_cost_in_ms else section.block_size  # else in tokens
-            costs[mine] = self._arrays_of(section).costs[mine] * unit
+        for group in groups:
+            mine = candidates[np.isin(candidates, group.numbers)]
+            requests[group] = _requests(prompt, group, now_s, answer)
+            self._call(routing.SCORE, requests[group], group, mine)
+            unit = 1 if self._config.is_cost_in_ms else group.block_size  # else in tokens
+            costs[mine] = self._arrays_of(group).costs[mine] * unit
         number = self._pick(candidates, costs[candidates])
-        section = self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
-        chosen = requests[section]
-        self._call(routing.ACCOUNT, chosen, section, np.array([number]))
-        return self._accept(request_id, section, chosen.hashes, self._out, now_s, answer)
+        group = self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
+        chosen = requests[group]
+        self._call(routing.ACCOUNT, chosen, group, np.array([number]))
+        return self._accept(request_id, group, chosen.hashes, self._out, now_s, answer)
 
     def _pick(self, candidates: I64, costs: F64) -> int:
         if self._config.temperature > 0:
             return pick_softmax(candidates, costs, self._config.temperature, self._random)
         return pick_lowest(candidates, costs, self._random)
 
-    def _call(self, stages: int, requests: _Requests, section: Section, candidates: I64) -> None:
+    def _call(self, stages: int, requests: _Requests, group: IndexGroup, candidates: I64) -> None:
         """For one request; what comes of it is in `_out`."""
-        while not self._call_kernel(stages, requests, section, candidates, self._out):
-            self._make_room(section, candidates, len(requests.hashes))
+        while not self._call_kernel(stages, requests, group, candidates, self._out):
+            self._make_room(group, candidates, len(requests.hashes))
 
     def _call_kernel(
-        self, stages: int, requests: _Requests, section: Section, candidates: I64, out: F64
+        self, stages: int, requests: _Requests, group: IndexGroup, candidates: I64, out: F64
     ) -> int:
         """How many of the requests are done."""
-        arrays = self._arrays_of(section)
+        arrays = self._arrays_of(group)
         random_: Any = self._random.getrandbits(63)  # as `seed`
         return int(routing.route(
-            stages, requests.tokens, requests.ends, section.block_size, requests.seed,
+            stages, requests.tokens, requests.ends, group.block_size, requests.seed,
             requests.now_s, random_, requests.answer_tokens, candidates, arrays.index,
             arrays.fleet, requests.hashes, arrays.held, out,
         ))  # fmt: skip
 
-    def _make_room(self, section: Section, candidates: I64, num_blocks: int) -> None:
+    def _make_room(self, group: IndexGroup, candidates: I64, num_blocks: int) -> None:
         """For a prompt of so many blocks, on whichever of the candidates it goes to."""
         num_ranks = len(self._fleet_index.numbers.ranks)
-        self._arrays_of(section).reserve(candidates, num_blocks, num_ranks)
+        self._arrays_of(group).reserve(candidates, num_blocks, num_ranks)
 
     def _decide_at_once(
-        self, prompts: list[Tokens], seed: int, candidates: I64, section: Section, now_s: float,
+        self, prompts: list[Tokens], seed: int, candidates: I64, group: IndexGroup, now_s: float,
         answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
         tokens = np.concatenate([NO_TOKENS, *prompts])
-        ends, hash_ends = np.cumsum(lengths), np.cumsum(lengths // section.block_size)
+        ends, hash_ends = np.cumsum(lengths), np.cumsum(lengths // group.block_size)
         hashes = np.empty(int(hash_ends[-1]) if prompts else 0, dtype=np.uint64)
         outs, done = np.zeros((len(prompts), routing.NUM_OUT)), 0
         decisions: list[Decision] = []
@@ -234,17 +234,17 @@ class Decider:
                 tokens[first:], ends[done:] - first, seed, hashes[first_hash:], now_s, answer.limit
             )  # fmt: skip
             rest_out = outs[done:].reshape(-1)
-            done += self._call_kernel(routing.BOTH, rest, section, candidates, rest_out)
+            done += self._call_kernel(routing.BOTH, rest, group, candidates, rest_out)
             for out in outs[len(decisions) : done]:
                 at = len(decisions)
                 mine = hashes[int(hash_ends[at - 1]) if at else 0 : int(hash_ends[at])]
-                decisions.append(self._accept(self._new_id(), section, mine, out, now_s, answer))
+                decisions.append(self._accept(self._new_id(), group, mine, out, now_s, answer))
             if done < len(prompts):
-                self._make_room(section, candidates, len(prompts[done]) // section.block_size)
+                self._make_room(group, candidates, len(prompts[done]) // group.block_size)
         return decisions
 
     def _accept(
-        self, request_id: str, section: Section, hashes: Hashes, out: F64, now_s: float,
+        self, request_id: str, group: IndexGroup, hashes: Hashes, out: F64, now_s: float,
         answer: Answer,
     ) -> Decision:  # fmt: skip
         number, cost, depth, own_ms, *prefill = out.tolist()
@@ -257,17 +257,17 @@ class Decider:
             request_id=request_id,
             rank=self._fleet_index.numbers.rank(number),
             overlap_blocks=depth,
-            cached_tokens=depth * section.block_size,
+            cached_tokens=depth * group.block_size,
             prompt_blocks=len(hashes),
             cost=cost,
-            block_size=section.block_size,
+            block_size=group.block_size,
             predicted_ttft_ms=own_ms,
         )
 
-    def _arrays_of(self, section: Section) -> SectionArrays:
-        arrays = self._arrays.get(section)
+    def _arrays_of(self, group: IndexGroup) -> GroupArrays:
+        arrays = self._arrays.get(group)
         if arrays is None:
-            arrays = self._arrays[section] = SectionArrays(self._config, section, self._load)
+            arrays = self._arrays[group] = GroupArrays(self._config, group, self._load)
         arrays.refresh(len(self._fleet_index.numbers.ranks))
         return arrays
 
@@ -275,11 +275,11 @@ class Decider:
         return f"{self._prefix}-{next(self._numbers)}"
 
 
-def _requests(prompt: Prompt, section: Section, now_s: float, answer: Answer) -> _Requests:
+def _requests(prompt: Prompt, group: IndexGroup, now_s: float, answer: Answer) -> _Requests:
     """One request, whose hashes the kernel computes unless they are known."""
-    hashes, tokens = prompt.known_hashes(section.index.hasher), NO_TOKENS
+    hashes, tokens = prompt.known_hashes(group.index.hasher), NO_TOKENS
     if hashes is None:
-        hashes, tokens = np.empty(len(prompt) // section.block_size, np.uint64), prompt.tokens
+        hashes, tokens = np.empty(len(prompt) // group.block_size, np.uint64), prompt.tokens
     ends = np.empty(1, dtype=np.int64)
     ends[0] = len(prompt)  # half the time of np.array
     return _Requests(tokens, ends, prompt.seed, hashes, now_s, answer.limit)

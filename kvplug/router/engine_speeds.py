@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.kernels import costing
 from kvplug.router.engine_model import Decoding, EngineModel, FleetFit, Work
-from kvplug.router.fleet_index import FleetIndex, Section
+from kvplug.router.fleet_index import FleetIndex, IndexGroup
 from kvplug.router.load import ActiveLoad, ActiveRequest
 
 F64 = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ class EngineSpeeds:
 
     def __init__(self, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._fleet_index, self._load = fleet_index, load
-        self._fits: defaultdict[Section, FleetFit] = defaultdict(lambda: FleetFit(EngineModel()))
+        self._fits: defaultdict[IndexGroup, FleetFit] = defaultdict(lambda: FleetFit(EngineModel()))
         self._given: dict[int, EngineModel] = {}
         self._factors: F64 = np.ones((2, 0))
         self._taught_s = -np.inf
@@ -66,21 +66,21 @@ class EngineSpeeds:
 
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
-        sections = self._fleet_index.sections
-        for gone in [section for section in self._fits if section not in sections]:
+        groups = self._fleet_index.groups
+        for gone in [group for group in self._fits if group not in groups]:
             del self._fits[gone]
         self._factors = np.ones((2, len(self._fleet_index.numbers.ranks)))
-        for section in sections:
-            for number in section.numbers.tolist():
-                self._factors[:, number] = self._fits[section].factors(number)
-            self._put(section)
+        for group in groups:
+            for number in group.numbers.tolist():
+                self._factors[:, number] = self._fits[group].factors(number)
+            self._put(group)
 
     def learn_first_token(self, request: ActiveRequest, now_s: float) -> None:
         """The first token of a request is there."""
         number = request.rank_number
         if not self._may_learn(number, now_s):
             return
-        fit, ms = self._fits[self._section_of(number)], 1e3 * (now_s - request.routed_s)
+        fit, ms = self._fits[self._group_of(number)], 1e3 * (now_s - request.routed_s)
         fit.observe_first_token(number, ms, _work_of(request))
         self._put_learned(number, fit)
 
@@ -89,7 +89,7 @@ class EngineSpeeds:
         number = request.rank_number
         if num_tokens < 1 or not self._may_learn(number, now_s):
             return
-        fit, num_steps = self._fits[self._section_of(number)], num_tokens - 1
+        fit, num_steps = self._fits[self._group_of(number)], num_tokens - 1
         decoding = self._decoding_of(request, max(1, num_steps))
         if request.first_token_s is None:
             ms = 1e3 * (now_s - request.routed_s)
@@ -106,7 +106,7 @@ class EngineSpeeds:
     def quality_of(self, rank: Rank) -> ModelQuality:
         """How good that is."""
         number = self._fleet_index.numbers.number_of(rank)
-        fit = self._fits[self._fleet_index.section_of(rank)]
+        fit = self._fits[self._fleet_index.group_of(rank)]
         prefill_factor, decode_factor = fit.factors(number)
         return ModelQuality(
             is_given=number in self._given,
@@ -142,15 +142,15 @@ class EngineSpeeds:
 
     def _put_learned(self, number: int, fit: FleetFit) -> None:
         self._factors[:, number] = fit.factors(number)
-        self._put(self._section_of(number))
+        self._put(self._group_of(number))
 
-    def _section_of(self, number: int) -> Section:
-        return self._fleet_index.section_of(self._fleet_index.numbers.rank(number))
+    def _group_of(self, number: int) -> IndexGroup:
+        return self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
 
-    def _put(self, section: Section) -> None:
+    def _put(self, group: IndexGroup) -> None:
         """Of all ranks of the section, as one's answers tell of the others, too."""
-        numbers = section.numbers
-        self._rows[numbers] = self._fits[section].rows(*self._factors[:, numbers])
+        numbers = group.numbers
+        self._rows[numbers] = self._fits[group].rows(*self._factors[:, numbers])
         for number, model in self._given.items():
             self._rows[number] = model.row
 

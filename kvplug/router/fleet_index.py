@@ -6,7 +6,7 @@ Out: the indexes that a request has to ask, with what each rank of theirs holds.
 Engines of one fleet may differ. Blocks of two sizes have no hashes in common, so each size has an
 index of its own; and so has each model, as its prefixes are of no use to another one, and the kind
 of engine that keys blocks by pairs of tokens. Ranks have numbers that hold in the whole fleet; an
-index has its own, and `Section` translates.
+index has its own, and `IndexGroup` translates.
 
 Where a worker belongs may become known after its first events. Two rules follow from that:
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Section:
+class IndexGroup:
     """The index of one model, block size and kind of block (plain, or by pairs of tokens).
 
     model: "" while no worker in it has named one. fleet_numbers[n] is the fleet's number of the
@@ -90,7 +90,7 @@ class _Member:
 
     model: str
     block_size: int | None
-    section: Section
+    group: IndexGroup
     ranks: list[Rank] = field(default_factory=list)
     holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
 
@@ -108,23 +108,23 @@ class FleetIndex:
         block_size: int | None,
         *,
         speculative_ttl_s: float,
-        is_wanted: Flag | None = None,
+        query_waiting: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
         self.block_size = block_size
         self.numbers = HolderNumbers()
-        self.sections: tuple[Section, ...] = ()
-        self._speculative_ttl_s, self._is_wanted = speculative_ttl_s, is_wanted
+        self.groups: tuple[IndexGroup, ...] = ()
+        self._speculative_ttl_s, self._is_wanted = speculative_ttl_s, query_waiting
         self._bounds = bounds
         self._members: dict[str, _Member] = {}
-        self._worth: dict[Rank, float] = {}
-        self._section_of_number: list[int] = []
+        self._confidence: dict[Rank, float] = {}
+        self._group_of_number: list[int] = []
         self._open("", Blocks(block_size or NOMINAL_BLOCK_SIZE))
 
     @property
-    def only(self) -> Section | None:
+    def only(self) -> IndexGroup | None:
         """The section of a fleet that needs no more than one."""
-        return self.sections[0] if len(self.sections) == 1 else None
+        return self.groups[0] if len(self.groups) == 1 else None
 
     def add_worker(self, worker: str, dp_size: int, model: str, block_size: int | None) -> None:
         """Add a worker, or say more about it; "" and None leave what was known."""
@@ -133,9 +133,9 @@ class FleetIndex:
         member = self._members.get(worker)
         if member is None:
             size = block_size or self.block_size
-            section = self._section_for(model, None if size is None else Blocks(size))
-            member = self._members[worker] = _Member(model, block_size, section)
-        if block_size not in (None, member.section.block_size):
+            group = self._group_for(model, None if size is None else Blocks(size))
+            member = self._members[worker] = _Member(model, block_size, group)
+        if block_size not in (None, member.group.block_size):
             self._clear_all(member)  # what it holds is of another size
         member.model, member.block_size = model or member.model, block_size or member.block_size
         for dp_rank in range(len(member.ranks), dp_size):
@@ -147,46 +147,46 @@ class FleetIndex:
         """Forget a worker with all that it holds; later events of it are refused."""
         member = self._members.pop(worker, None)
         if member is not None:
-            member.section.index.remove_worker(worker)
+            member.group.index.remove_worker(worker)
             for rank in member.ranks:
                 self.numbers.remove(rank)
-                self._worth.pop(rank, None)
+                self._confidence.pop(rank, None)
             self._renumber()
 
-    def apply(self, rank: Rank, batch: EventBatch) -> Applied:
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """Remember what a rank's engine said, in the index that is right for it."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.sections[0].index.apply(rank, batch)  # which refuses it
+            return self.groups[0].index.apply(rank, batch)  # which refuses it
         if not member.holding:
             self._place(member, _first_blocks(batch))
-        applied = member.section.index.apply(rank, batch)
+        applied = member.group.index.apply(rank, batch)
         if applied.num_stored or applied.num_moved:
             member.holding.add(rank)
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> Applied:
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
         """As BlockIndex.apply_packed, in the index that the rank is in."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.sections[0].index.apply_packed(rank, payload)  # which refuses it
-        applied = member.section.index.apply_packed(rank, payload)
+            return self.groups[0].index.apply_packed(rank, payload)  # which refuses it
+        applied = member.group.index.apply_packed(rank, payload)
         if applied.num_stored:
             member.holding.add(rank)
         return applied
 
     def apply_records(
-        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: Applied
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
     ) -> int:
         """As BlockIndex.apply_records, in the index that is right for the rank."""
         member = self._members.get(rank.worker)
         if member is None:
-            index = self.sections[0].index
+            index = self.groups[0].index
             return index.apply_records(rank, records, first, max_blocks, applied)
         if first == 0 and not member.holding:
             size = records.block_size
             self._place(member, None if size is None else Blocks(size))
-        index = member.section.index
+        index = member.group.index
         at = index.apply_records(rank, records, first, max_blocks, applied)
         if applied.num_stored:
             member.holding.add(rank)
@@ -194,7 +194,7 @@ class FleetIndex:
 
     def start_clear(self, rank: Rank) -> Clearing:
         """As BlockIndex.start_clear; `end_clear` once it is done."""
-        return self._members[rank.worker].section.index.start_clear(rank)
+        return self._members[rank.worker].group.index.start_clear(rank)
 
     def end_clear(self, rank: Rank) -> None:
         """The rank holds nothing: its worker may change its index now."""
@@ -202,15 +202,17 @@ class FleetIndex:
         member.holding.discard(rank)
         self._place(member, None)
 
-    def set_worth(self, rank: Rank, worth: float) -> None:
-        """As BlockIndex.set_worth; it stays with the rank when its worker changes the index."""
+    def set_confidence(self, rank: Rank, confidence: float) -> None:
+        """As BlockIndex.set_confidence; it stays with the rank when its worker changes the
+        index.
+        """
         if rank in self.numbers:
-            self._worth[rank] = worth
-            self.section_of(rank).index.set_worth(rank, worth)
+            self._confidence[rank] = confidence
+            self.group_of(rank).index.set_confidence(rank, confidence)
 
-    def worth_of(self, rank: Rank) -> float:
+    def confidence_of(self, rank: Rank) -> float:
         """What the rank's blocks count for, 0 to 1."""
-        return self._worth.get(rank, 1.0)
+        return self._confidence.get(rank, 1.0)
 
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """Those of the workers that have this model; one that named none may have any."""
@@ -221,22 +223,22 @@ class FleetIndex:
         """Tokens per block of the worker; None while that is not known."""
         member = self._members[worker]
         known = member.block_size or self.block_size
-        return known or (member.section.block_size if member.holding else None)
+        return known or (member.group.block_size if member.holding else None)
 
-    def asked(self, numbers: I64) -> tuple[Section, ...]:
+    def asked(self, numbers: I64) -> tuple[IndexGroup, ...]:
         """The sections that these ranks are in."""
-        if len(self.sections) == 1:
-            return self.sections
-        places = sorted({self._section_of_number[number] for number in numbers.tolist()})
-        return tuple(self.sections[place] for place in places)
+        if len(self.groups) == 1:
+            return self.groups
+        places = sorted({self._group_of_number[number] for number in numbers.tolist()})
+        return tuple(self.groups[place] for place in places)
 
     def require_hashed(self, num_hashes: int, num_tokens: int) -> None:
         """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
-        if len({section.block_size for section in self.sections}) > 1:
+        if len({group.block_size for group in self.groups}) > 1:
             raise ConfigError("hashes are of one block size, the fleet has several")
-        hasher, size = self.sections[0].index.hasher, f"{self.sections[0].block_size} tokens"
+        hasher, size = self.groups[0].index.hasher, f"{self.groups[0].block_size} tokens"
         num_full = hasher.num_blocks(num_tokens)
-        if not len(self.sections[0].index):  # before the first block, its size may be a guess
+        if not len(self.groups[0].index):  # before the first block, its size may be a guess
             num_full, size = num_tokens, "a token or more"
         if num_hashes > num_full:
             raise ConfigError(
@@ -244,109 +246,109 @@ class FleetIndex:
                 f"of {size} in {num_tokens} tokens"
             )
 
-    def section_of(self, rank: Rank) -> Section:
+    def group_of(self, rank: Rank) -> IndexGroup:
         """The section that a rank is in; any for a rank of a worker that was removed."""
         member = self._members.get(rank.worker)
-        return self.sections[0] if member is None else member.section
+        return self.groups[0] if member is None else member.group
 
     def _add_rank(self, member: _Member, rank: Rank) -> None:
         member.ranks.append(rank)
         self.numbers.add(rank)
-        self._join(rank, member.section)
+        self._join(rank, member.group)
 
-    def _join(self, rank: Rank, section: Section) -> None:
-        section.index.add_rank(rank)
-        section.index.set_worth(rank, self.worth_of(rank))
+    def _join(self, rank: Rank, group: IndexGroup) -> None:
+        group.index.add_rank(rank)
+        group.index.set_confidence(rank, self.confidence_of(rank))
 
     def _clear_all(self, member: _Member) -> None:
         for rank in member.ranks:
-            member.section.index.clear(rank)
+            member.group.index.clear(rank)
         member.holding.clear()
 
     def _place(self, member: _Member, stored: Blocks | None) -> None:
         """Move a worker that holds nothing to where it belongs by what is known now."""
         if member.holding:
-            member.section.model = member.section.model or member.model
+            member.group.model = member.group.model or member.model
             return
-        told, seen = member.block_size or self.block_size, stored or member.section.blocks
+        told, seen = member.block_size or self.block_size, stored or member.group.blocks
         wanted = Blocks(told or seen.size, seen.bigrams)
-        exists = any(section.blocks == wanted for section in self.sections)
-        if told is None and not exists and self._is_guess(member.section):
-            self._remake(member.section, wanted)
-        section = self._section_for(member.model, wanted)
-        if section is not member.section:
-            self._move(member, section)
+        exists = any(group.blocks == wanted for group in self.groups)
+        if told is None and not exists and self._is_guess(member.group):
+            self._remake(member.group, wanted)
+        group = self._group_for(member.model, wanted)
+        if group is not member.group:
+            self._move(member, group)
             self._renumber()
 
-    def _is_guess(self, section: Section) -> bool:
+    def _is_guess(self, group: IndexGroup) -> bool:
         """Whether nobody in the section has said which block size it has."""
-        members = self._members_of(section)
+        members = self._members_of(group)
         return not any(member.holding or member.block_size for member in members)
 
-    def _remake(self, section: Section, blocks: Blocks) -> None:
+    def _remake(self, group: IndexGroup, blocks: Blocks) -> None:
         # The first to store anything takes along those that have said nothing yet, its equals in
         # all likelihood: a fleet of one kind never has two indexes.
-        section.block_size, section.index = blocks.size, self._index(blocks)
+        group.block_size, group.index = blocks.size, self._index(blocks)
         for rank in self.numbers.ranks:
-            if rank is not None and self._members[rank.worker].section is section:
-                self._join(rank, section)
+            if rank is not None and self._members[rank.worker].group is group:
+                self._join(rank, group)
         self._renumber()
 
-    def _move(self, member: _Member, section: Section) -> None:
+    def _move(self, member: _Member, group: IndexGroup) -> None:
         for rank in member.ranks:
-            member.section.index.remove_worker(rank.worker)  # all ranks at once
-            self._join(rank, section)
-        member.section = section
+            member.group.index.remove_worker(rank.worker)  # all ranks at once
+            self._join(rank, group)
+        member.group = group
 
-    def _section_for(self, model: str, blocks: Blocks | None) -> Section:
+    def _group_for(self, model: str, blocks: Blocks | None) -> IndexGroup:
         """The model's section, else one that no model has named; opened if there is none."""
         fitting = [
-            section
-            for section in self.sections
-            if blocks in (None, section.blocks) and (not model or section.model in ("", model))
+            group
+            for group in self.groups
+            if blocks in (None, group.blocks) and (not model or group.model in ("", model))
         ]
-        named = [section for section in fitting if section.model == model]
+        named = [group for group in fitting if group.model == model]
         if not fitting:
             return self._open(model, blocks or Blocks(NOMINAL_BLOCK_SIZE))
-        section = (named or fitting)[0]
-        section.model = section.model or model
-        return section
+        group = (named or fitting)[0]
+        group.model = group.model or model
+        return group
 
-    def _open(self, model: str, blocks: Blocks) -> Section:
-        section = Section(model, blocks.size, self._index(blocks))
-        self.sections = (*self.sections, section)
-        return section
+    def _open(self, model: str, blocks: Blocks) -> IndexGroup:
+        group = IndexGroup(model, blocks.size, self._index(blocks))
+        self.groups = (*self.groups, group)
+        return group
 
     def _index(self, blocks: Blocks) -> BlockIndex:
         return BlockIndex(
             blocks.size,
             bigrams=blocks.bigrams,
             speculative_ttl_s=self._speculative_ttl_s,
-            is_wanted=self._is_wanted,
+            query_waiting=self._is_wanted,
             bounds=self._bounds,
         )
 
-    def _members_of(self, section: Section) -> list[_Member]:
-        return [member for member in self._members.values() if member.section is section]
+    def _members_of(self, group: IndexGroup) -> list[_Member]:
+        return [member for member in self._members.values() if member.group is group]
 
     def _renumber(self) -> None:
         """Drop sections that nobody is in; bring the numbers of ranks up to date."""
-        in_use = tuple(section for section in self.sections if self._members_of(section))
-        self.sections = in_use or self.sections[:1]
+        in_use = tuple(group for group in self.groups if self._members_of(group))
+        self.groups = in_use or self.groups[:1]
         if not in_use:
-            self.sections[0].model = ""
-        self._section_of_number = [0] * len(self.numbers.ranks)
-        for place, section in enumerate(self.sections):
-            self._renumber_section(place, section)
+            self.groups[0].model = ""
+        self._group_of_number = [0] * len(self.numbers.ranks)
+        for place, group in enumerate(self.groups):
+            self._renumber_group(place, group)
 
-    def _renumber_section(self, place: int, section: Section) -> None:
-        ranks = section.index.numbers.ranks
+    def _renumber_group(self, place: int, group: IndexGroup) -> None:
+        ranks = group.index.numbers.ranks
         numbers = [-1 if rank is None else self.numbers.number_of(rank) for rank in ranks]
         for number in numbers:
             if number >= 0:
-                self._section_of_number[number] = place
+                self._group_of_number[number] = place
         is_same = ranks == self.numbers.ranks
-        section.fleet_numbers = None if is_same else np.array(numbers, dtype=np.int64)
+        group.fleet_numbers = None if is_same else np.array(numbers, dtype=np.int64)
 
 
 def _first_blocks(batch: EventBatch) -> Blocks | None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import active_blocks, costing, forecast
 from kvplug.router.cache_forecast import CacheForecast
@@ -59,15 +59,15 @@ class ActiveLoad:
 
     `ranks`: float64[ranks, NUM_COLUMNS] (kernels/costing.py), of which those of the engine's
     model are kept by kvplug/router/engine_speeds.py; `active`: blocks of live requests; `forecast`:
-    of caches; `changes` counts when any of the arrays has become another one.
+    of caches; `version` counts when any of the arrays has become another one.
     """
 
     def __init__(self, request_expiry_s: float, *, counts_sent: bool = False) -> None:
         """`counts_sent`: no events tell what a cache holds, but what was sent there does."""
         self.num_expired, self.counts_sent = 0, counts_sent
-        self.changes = Changes()
-        self.active = HashTable(self.changes)
-        self.forecast = CacheForecast(self.changes)
+        self.version = ArrayVersion()
+        self.active = HashTable(self.version)
+        self.forecast = CacheForecast(self.version)
         self.ranks: F64 = np.zeros((0, costing.NUM_COLUMNS))
         self.popular_keys: U64 = np.zeros(_POPULAR, dtype=np.uint64)
         self.popular_counts: F64 = np.zeros(2 * _POPULAR)
@@ -168,7 +168,7 @@ class ActiveLoad:
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
             self._prefilled_tokens += [0.0] * missing
-            self.changes.count += 1
+            self.version.count += 1
         self.active.reserve(num_blocks)
         self.forecast.reserve(num_ranks, num_blocks)
 
@@ -179,7 +179,7 @@ class ActiveLoad:
     def set_capacity(self, number: int, num_blocks: float) -> None:
         """The rank's cache has room for so many blocks; 0: nobody knows."""
         self.reserve(number + 1)
-        self.changes.count += 1  # what is usual may be another number now
+        self.version.count += 1  # what is usual may be another number now
         self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
         if self.counts_sent:
             self._presume_resident(number)

@@ -1,12 +1,12 @@
 """A lock for which queries go before ingestion.
 
-In:  `with lock:` around a query, `with lock.patiently as turn:` around ingestion, which calls
+In:  `with lock:` around a query, `with lock.low_priority as turn:` around ingestion, which calls
 `turn.give_way()` between slices.   Out: a query waits for one slice, ingestion for other ingestion.
 
 Python's lock does not hand over: a thread that releases it and takes it again at once wins against
 one that waits, and a query would wait for many slices instead of one. So whoever wants the inner
 lock first takes `next`, which a waiting query holds until it is served, and at most one patient
-thread at a time may wait for `next`. `is_wanted`, uint8[1], is 1 while somebody waits: a kernel
+thread at a time may wait for `next`. `query_waiting`, uint8[1], is 1 while somebody waits: a kernel
 without the GIL looks at it and comes back early.
 """
 
@@ -28,10 +28,10 @@ class QueryFirstLock:
 
     def __init__(self) -> None:
         self._inner, self._next = threading.Lock(), threading.Lock()
-        self.patiently = _Patiently(self)
+        self.low_priority = _LowPriority(self)
         # A bytearray, as it is set in half the time of an array's item; kernels read the array.
         self._flag = bytearray(1)
-        self.is_wanted: Flag = np.frombuffer(self._flag, dtype=np.uint8)
+        self.query_waiting: Flag = np.frombuffer(self._flag, dtype=np.uint8)
 
     def __enter__(self) -> None:
         with self._next:
@@ -48,23 +48,23 @@ class QueryFirstLock:
         self._inner.release()
 
 
-class _Patiently:
+class _LowPriority:
     def __init__(self, lock: QueryFirstLock) -> None:
         self._lock, self._turn = lock, threading.Lock()
 
-    def __enter__(self) -> _Patiently:
+    def __enter__(self) -> _LowPriority:
         self._turn.acquire()
         self._lock.__enter__()
         return self
 
-    def give_way(self) -> None:
+    def yield_to_queries(self) -> None:
         """Let the queries that wait go now."""
-        if self._lock.is_wanted[0]:
+        if self._lock.query_waiting[0]:
             self._lock.__exit__(None, None, None)
             self._lock.__enter__()
 
     @contextmanager
-    def standing_aside(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Queries go meanwhile, other ingestion does not."""
         self._lock.__exit__(None, None, None)
         try:

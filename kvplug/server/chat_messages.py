@@ -44,7 +44,7 @@ _UNSET = (None, "auto")
 _BILLING_HEADER = "x-anthropic-billing-header"
 
 
-def refusal(attempt: str, expected: str, got: object) -> TokenizerError:
+def cannot(attempt: str, expected: str, got: object) -> TokenizerError:
     """Make the error whose sentence says what was attempted, what was expected and what came."""
     return TokenizerError(f"cannot {attempt}: expected {expected}, got {shortened(got)}")
 
@@ -53,7 +53,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     """Read a true/false field of a body."""
     value = body.get(name, default)
     if not isinstance(value, bool):
-        raise refusal("read the request", f"true or false in {name!r}", value)
+        raise cannot("read the request", f"true or false in {name!r}", value)
     return value
 
 
@@ -61,7 +61,7 @@ def options_of(body: Mapping[str, Any]) -> Json:
     """Collect what the template gets beside the messages; fields win over chat_template_kwargs."""
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, dict):
-        raise refusal("render a chat", "an object in chat_template_kwargs", given)
+        raise cannot("render a chat", "an object in chat_template_kwargs", given)
     effort = body.get("reasoning_effort")
     # Asking for an effort switches thinking on or off, unless the client does so itself.
     thinking = None if effort is None else given.get("enable_thinking", effort != "none")
@@ -84,7 +84,7 @@ def _objects(body: Mapping[str, Any], name: str) -> list[Json] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise refusal("render a chat", f"a list of objects in {name!r}", value)
+        raise cannot("render a chat", f"a list of objects in {name!r}", value)
     return value
 
 
@@ -105,20 +105,20 @@ def _tool(tool: Json) -> Json:
 def _function_of(tool: Json) -> Json:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise refusal("render a chat", "a tool or a tool call of type 'function'", tool)
+        raise cannot("render a chat", "a tool or a tool call of type 'function'", tool)
     return function
 
 
 def conversation(messages: object, form: ContentFormat) -> list[Json]:
     """Turn the messages of a body into new ones, as vLLM hands them to the template."""
     if not isinstance(messages, list) or not messages:
-        raise refusal("render a chat", "a list with a message in 'messages'", messages)
+        raise cannot("render a chat", "a list with a message in 'messages'", messages)
     return [_message(message, form) for message in messages]
 
 
 def _message(message: object, form: ContentFormat) -> Json:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise refusal("render a chat", "an object with a role as message", message)
+        raise cannot("render a chat", "an object with a role as message", message)
     role = message["role"]
     known = {"role": role, "content": _content(message, form)}
     if role == "assistant":
@@ -149,7 +149,7 @@ def _parts(role: str, content: object) -> list[Json]:
     if isinstance(content, str):
         content = [content]
     if not isinstance(content, list | None):
-        raise refusal("render a chat", "text or a list of parts as content", content)
+        raise cannot("render a chat", "text or a list of parts as content", content)
     typed = [{"type": "text", "text": it} if isinstance(it, str) else it for it in content or []]
     if role == "system":
         typed = list(_without_billing_header(typed))
@@ -169,10 +169,10 @@ def _part(part: object) -> Json | None:
     """Rebuild one part; None if it is text without text, which vLLM skips."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_KEYS:
-        raise refusal("render a chat", "only text parts as content", kind or part)
+        raise cannot("render a chat", "only text parts as content", kind or part)
     text = part.get(_TEXT_KEYS[kind])
     if not isinstance(text, str | None):
-        raise refusal("render a chat", f"text in a part of type {kind!r}", text)
+        raise cannot("render a chat", f"text in a part of type {kind!r}", text)
     if kind == "tool_reference":
         return {"type": kind, "name": text or ""}
     extras = {name: value for name, value in part.items() if name not in _PART_FIELDS}

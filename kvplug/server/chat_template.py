@@ -24,10 +24,10 @@ from kvplug.errors import TokenizerError
 from kvplug.server.chat_messages import (
     RESERVED_OPTIONS,
     Json,
+    cannot,
     conversation,
     developer_as_system,
     options_of,
-    refusal,
 )
 from kvplug.server.content_format import ContentFormat, content_format
 
@@ -59,7 +59,7 @@ class ChatTemplates:
                 "it is program text from outside and is not run"
             )
         if reserved := RESERVED_OPTIONS & options.keys():
-            raise refusal("render a chat", "only template variables", sorted(reserved))
+            raise cannot("render a chat", "only template variables", sorted(reserved))
         template = self._choose(with_tools=options["tools"] is not None)
         return template.render(body.get("messages"), {**special_tokens, **options})
 
@@ -122,7 +122,7 @@ class ChatTemplate:
         text = self._run(chat, options)
         mark = _CONTINUE_HERE.strip()
         if "content" not in self.source or final.strip() not in text or mark not in text:
-            raise refusal("continue the final message", "it in the rendered chat", final)
+            raise cannot("continue the final message", "it in the rendered chat", final)
         end = text.rindex(mark)
         # A template that trims messages took the mark's own space away: then trim the message too.
         is_trimmed = text[end : end + len(_CONTINUE_HERE)] != _CONTINUE_HERE
@@ -138,7 +138,7 @@ def _mark_end(message: Json) -> str:
         if "text" in part:
             part["text"] += _CONTINUE_HERE
             return str(part["text"].removesuffix(_CONTINUE_HERE))
-    raise refusal("continue the final message", "text in it", message["content"])
+    raise cannot("continue the final message", "text in it", message["content"])
 
 
 class _Generation(Extension):

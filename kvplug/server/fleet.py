@@ -153,7 +153,7 @@ class Fleet:
             worker.follower = self._follower_of(worker)
             self._events.follow_topic(worker.follower, topic)
         else:
-            self._router.set_worth(Rank(worker.url), 0.0)
+            self._router.set_confidence(Rank(worker.url), 0.0)
             logger.warning(
                 "worker %s publishes no events: its cache is unknown; start the engine with "
                 "--kv-events-config and name its endpoint with events=",
@@ -163,8 +163,8 @@ class Fleet:
     def _follower_of(self, worker: Worker) -> Follower:
         rank = Rank(worker.url)
         # While some of its events are missing, its blocks are worth what the audit measures.
-        stale_worth = partial(self._router.accuracy, rank)
-        return Follower(self._router, rank, stale_worth=stale_worth)
+        stale_confidence = partial(self._router.accuracy, rank)
+        return Follower(self._router, rank, stale_confidence=stale_confidence)
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -200,8 +200,8 @@ class Fleet:
             logger.warning("worker %s cannot be looked at: %s", worker.url, reason)
             return
         worker.num_failed_looks += 1
-        is_refused = isinstance(error, aiohttp.ClientConnectorError)
-        if worker.is_up and worker.num_failed_looks < _FAILED_LOOKS and not is_refused:
+        is_rejected = isinstance(error, aiohttp.ClientConnectorError)
+        if worker.is_up and worker.num_failed_looks < _FAILED_LOOKS and not is_rejected:
             return  # it may be busy
         if worker.down_because != reason:
             logger.warning(

@@ -95,7 +95,7 @@ def _audit(ledger: RankLedger) -> dict[str, Any]:
 
 
 def _trust(trust: TrustState) -> dict[str, Any]:
-    return {"trust": trust.level, "reason": trust.reason, "cure": trust.cure}
+    return {"trust": trust.level, "reason": trust.reason, "fix": trust.fix}
 
 
 def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _BODY: Final = (
     b'{"error": {"message": "the router has as many connections as it may; try again later", '
     b'"type": "server_error", "param": null, "code": "router_overloaded"}}'
 )
-_REFUSAL: Final = (
+_REASON: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
 )
@@ -104,5 +104,5 @@ class _Refusal(asyncio.Protocol):
     """Says that there are too many connections, and hangs up."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(_REFUSAL)
+        cast(asyncio.Transport, transport).write(_REASON)
         transport.close()

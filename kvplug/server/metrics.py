@@ -111,7 +111,7 @@ class _Readings(Collector):
         yield from families_of(self._router.ledgers())
 
     def _of_index(self) -> Iterator[Metric]:
-        sections, load = self._router.fleet_index.sections, self._router.load
+        groups, load = self._router.fleet_index.groups, self._router.load
         labels = ["model", "block_size"]
         blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", labels=labels)
         nbytes = GaugeMetricFamily("kvplug_index_bytes", "memory of the index", labels=labels)
@@ -119,12 +119,12 @@ class _Readings(Collector):
         routed = GaugeMetricFamily("kvplug_routed_blocks", text, labels=labels)
         text = "of those, dropped before their time for want of room"
         lost = CounterMetricFamily("kvplug_routed_blocks_lost", text, labels=labels)
-        for section in sections:
-            of = [section.model, str(section.block_size)]
-            blocks.add_metric(of, len(section.index))
-            nbytes.add_metric(of, section.index.nbytes)
-            routed.add_metric(of, len(section.index.speculative))
-            lost.add_metric(of, section.index.speculative.num_lost)
+        for group in groups:
+            of = [group.model, str(group.block_size)]
+            blocks.add_metric(of, len(group.index))
+            nbytes.add_metric(of, group.index.nbytes)
+            routed.add_metric(of, len(group.index.speculative))
+            lost.add_metric(of, group.index.speculative.num_lost)
         yield from (blocks, nbytes, routed, lost)
         yield from self._of_bounds()
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
@@ -147,10 +147,10 @@ class _Readings(Collector):
         blocks = CounterMetricFamily("kvplug_index_evicted_blocks", text, labels=labels)
         text = "pairs of a block and a holder that left the index for its bounds"
         pairs = CounterMetricFamily("kvplug_index_evicted_memberships", text, labels=labels)
-        for section in self._router.fleet_index.sections:
-            lost = section.index.room.lost
-            blocks.add_metric([section.model, str(section.block_size)], lost.num_blocks)
-            pairs.add_metric([section.model, str(section.block_size)], lost.num_memberships)
+        for group in self._router.fleet_index.groups:
+            lost = group.index.capacity_guard.stats
+            blocks.add_metric([group.model, str(group.block_size)], lost.num_blocks)
+            pairs.add_metric([group.model, str(group.block_size)], lost.num_memberships)
         yield from (blocks, pairs)
 
     def _of_workers(self) -> Iterator[Metric]:

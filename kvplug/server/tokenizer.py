@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvplug.errors import TokenizerError
-from kvplug.server.chat_messages import Json, flag, refusal
+from kvplug.server.chat_messages import Json, cannot, flag
 from kvplug.server.chat_template import ChatTemplates
 from kvplug.server.piece_encoder import PieceEncoder
 
@@ -52,7 +52,7 @@ def token_id_prompts(prompt: object) -> list[Tokens] | None:
     if isinstance(prompt, str):
         return None
     if not isinstance(prompt, list) or not prompt:
-        raise refusal("read the prompt", "text or a list of texts or token ids", prompt)
+        raise cannot("read the prompt", "text or a list of texts or token ids", prompt)
     kinds = set(map(type, prompt))
     if kinds == {str}:
         return None
@@ -75,7 +75,7 @@ def _token_ids(ids: list[Any]) -> Tokens:
         raise TokenizerError(f"cannot read the prompt: expected integers as token ids, got {found}")
     if ids and not 0 <= min(ids) <= max(ids) <= _U32_MAX:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise refusal("read the prompt", "token ids in [0, 2**32)", wrong)
+        raise cannot("read the prompt", "token ids in [0, 2**32)", wrong)
     return np.array(ids, dtype=np.uint32)
 
 
@@ -169,7 +169,7 @@ class PromptTokenizer:
 def _prompt_of(body: Mapping[str, Any]) -> object:
     for field in ("prompt_embeds", "suffix"):
         if body.get(field) is not None:
-            raise refusal("read the prompt", f"no {field} in the request", body[field])
+            raise cannot("read the prompt", f"no {field} in the request", body[field])
     return body.get("prompt")
 
 
@@ -180,7 +180,7 @@ def _texts(prompt: object) -> list[str]:
 def _limit(body: Mapping[str, Any]) -> int | None:
     limit = body.get("truncate_prompt_tokens")
     if limit is not None and (type(limit) is not int or limit < -1):
-        raise refusal("read the request", "an integer >= -1 in 'truncate_prompt_tokens'", limit)
+        raise cannot("read the request", "an integer >= -1 in 'truncate_prompt_tokens'", limit)
     # -1 cuts at the engine's context length, which is not known here: few prompts are longer.
     return None if limit == -1 else limit
 
@@ -213,7 +213,7 @@ def _read_json(path: Path) -> Json:
     except ValueError as error:
         raise TokenizerError(f"cannot read {path}: expected JSON, got {error}") from error
     if not isinstance(content, dict):
-        raise refusal(f"read {path}", "a JSON object", content)
+        raise cannot(f"read {path}", "a JSON object", content)
     return content
 
 

@@ -11,11 +11,12 @@ from kvplug import BlockRemoved, BlockStored, EventBatch, Rank, Router, RouterCo
 from kvplug.audit.router import AuditedRouter, Usage
 from kvplug.packed import PackedStored, encode
 from kvplug.router import core
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 BLOCK, NUM_PROMPTS = 4, 3000
 RANK = Rank("a")
 LAST = [NUM_PROMPTS] * BLOCK
+PATIENCE_S = 120  # the first call of a kernel compiles it
 
 
 def prompts_stored(first=1, last=NUM_PROMPTS):
@@ -39,14 +40,14 @@ class Slices:
 
     def __init__(self, router):
         self.num_done, self.has_begun = 0, threading.Event()
-        self._is_wanted = router._deciding.is_wanted
+        self._query_waiting = router._deciding.query_waiting
 
     def watch(self, function):
         def watched(*arguments):
             self.has_begun.set()
             result = function(*arguments)
             if not self.num_done:
-                wait_until(lambda: self._is_wanted[0], "a request waits")
+                wait_until(lambda: self._query_waiting[0], "a request waits")
             self.num_done += 1
             return result
 
@@ -69,13 +70,13 @@ def in_thread(function, *arguments):
     try:
         yield thread
     finally:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
 def test_a_request_goes_between_two_slices_of_a_clear(router, slices):
     with in_thread(router.clear, RANK):
-        assert slices.has_begun.wait(30)
+        assert slices.has_begun.wait(PATIENCE_S)
         with router.deciding():
             decision, num_before = router.route(LAST), slices.num_done
             router.expect(decision)
@@ -100,7 +101,7 @@ def test_a_request_goes_between_two_slices_of_a_batch(router, monkeypatch, kind)
     fleet_index = router.fleet_index
     monkeypatch.setattr(fleet_index, "apply", slices.watch(fleet_index.apply))
     with in_thread(router.apply, RANK, batch):
-        assert slices.has_begun.wait(30)
+        assert slices.has_begun.wait(PATIENCE_S)
         with router.deciding():
             router.expect(router.route(LAST))
             num_before = slices.num_done
@@ -115,7 +116,7 @@ def test_a_fleet_changes_before_or_after_a_clear(router, slices, monkeypatch):
         router, "_clear_slice", lambda c: clear_slice(c) or seen.append(router.ranks)
     )
     with in_thread(router.clear, RANK):
-        assert slices.has_begun.wait(30)
+        assert slices.has_begun.wait(PATIENCE_S)
         with in_thread(router.remove_worker, "a"), router.deciding():
             assert router.ranks == [RANK]
     assert len(seen) > 2
@@ -129,11 +130,11 @@ def test_an_index_is_saved_while_requests_go_and_events_wait(router, tmp_path, m
 
     def write(snapshot, path):
         is_writing.set()
-        assert may_end.wait(30)
+        assert may_end.wait(PATIENCE_S)
 
     monkeypatch.setattr(core.Snapshot, "write", write)
     with in_thread(router.save_index, tmp_path / "index"):
-        assert is_writing.wait(30)
+        assert is_writing.wait(PATIENCE_S)
         with in_thread(router.apply, RANK, prompts_stored(11, 20)):
             with router.deciding():
                 router.expect(router.route(LAST))
@@ -173,7 +174,7 @@ def test_packed_events_come_before_or_after_a_clear(router, slices):
     names = np.arange(5000, dtype=np.uint64) + np.uint64(10_000)
     payload = encode([PackedStored(names, names, None)])
     with in_thread(router.clear, RANK):
-        assert slices.has_begun.wait(30)
+        assert slices.has_begun.wait(PATIENCE_S)
         with in_thread(router.apply_packed, RANK, payload), router.deciding():
             assert len(router.index) <= NUM_PROMPTS  # none of the packed ones
     assert len(router.index) == len(names)

@@ -127,7 +127,7 @@ def test_an_eviction_is_seen_though_the_same_batch_stores_the_block_again(router
     say(router, stored(PROMPT))
     request_id = expect(router)
     applied = say(router, removed(3), removed(2), stored(PROMPT, start=2))
-    assert (applied.num_removed, applied.num_stored, applied.refused.total()) == (2, 2, 0)
+    assert (applied.num_removed, applied.num_stored, applied.rejected.total()) == (2, 2, 0)
     answer(router, request_id, 2)
     assert verdict(router, clock) is Verdict.EVICTED
 

@@ -60,7 +60,7 @@ def main() -> None:
     options = _options()
     metrics = all_metrics(options.traces.resolve())
     only = set(options.only.split(",")) if options.only else {*metrics, *index_start.MEASURES}
-    _refuse_unknown(only - {*metrics, *index_start.MEASURES})
+    _reject_unknown(only - {*metrics, *index_start.MEASURES})
     chosen = measurable([metric for name, metric in metrics.items() if name in only])
     rows = _rows(chosen, options)
     also = index_start.also(only)
@@ -80,7 +80,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _refuse_unknown(names: set[str]) -> None:
+def _reject_unknown(names: set[str]) -> None:
     if names:
         raise SystemExit(f"there is no metric {', '.join(sorted(names))}")
 

@@ -134,7 +134,7 @@ class Fleet:
     def _store(self, rank: Rank, hashes: Any) -> None:
         if len(hashes):
             applied = self.router.apply_packed(rank, encode([PackedStored(hashes, hashes)]))
-            assert not applied.refused, applied
+            assert not applied.rejected, applied
 
 
 @contextmanager

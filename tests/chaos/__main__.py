@@ -82,7 +82,7 @@ def _outcome(scenario, rig, num_messages):
 def _tell(engine_name, scenario, outcome):
     print(row(engine_name, scenario.name, outcome), flush=True)
     for sentence in (found := defects(outcome, scenario.expects)):
-        print(f"    {scenario.name}: {sentence}; {outcome.reason}; {outcome.cure}", flush=True)
+        print(f"    {scenario.name}: {sentence}; {outcome.reason}; {outcome.fix}", flush=True)
     return bool(found)
 
 

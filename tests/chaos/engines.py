@@ -17,7 +17,7 @@ from examples.demo.sglang_env import ensure_sglang
 from tests.chaos.asking import ask
 from tests.engines.plugged_sglang import PluggedSglang
 from tests.engines.plugged_vllm import PluggedVllm
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
 _START_LIMIT_S = 60.0

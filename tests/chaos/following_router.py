@@ -65,7 +65,7 @@ class FollowingRouter:
         return {
             "level": trust.level,
             "reason": trust.reason,
-            "cure": trust.cure,
+            "fix": trust.fix,
             "last": follower.sequencer.last,
             "num_messages": follower.num_messages,
             "skipped": dict(follower.skipped),

@@ -23,8 +23,8 @@ def defects(outcome, expects):
         found.append(f"{outcome.only_in_engine} blocks of the engine are unknown")
     if outcome.only_in_index:
         found.append(f"{outcome.only_in_index} blocks are believed that the engine does not hold")
-    if outcome.level == "stale" and not (outcome.reason and outcome.cure):
-        found.append("neither reason nor cure is named")
+    if outcome.level == "stale" and not (outcome.reason and outcome.fix):
+        found.append("neither reason nor fix is named")
     return found
 
 

@@ -15,7 +15,7 @@ from tests.chaos.faults import FaultPlan, Odds
 from tests.chaos.proxy import EventProxy
 from tests.chaos.router_process import RouterProcess
 from tests.chaos.workload import Workload
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 REST_LIMIT_S = 90.0
 
@@ -36,7 +36,7 @@ class Outcome:
     only_in_index: int
     level: str
     reason: str | None
-    cure: str | None
+    fix: str | None
     repairs_s: tuple
     after_fault_s: float | None
 
@@ -130,11 +130,11 @@ class Rig:
         return self.outcome()
 
     def settle_cleared(self):
-        """Wait until the router has every batch and has named a cure."""
+        """Wait until the router has every batch and has named a fix."""
         held = self.engine.held()
         with suppress(AssertionError):
             wait_until(
-                lambda: self._has_given_up_at(held.num_batches), "a cure", timeout_s=REST_LIMIT_S
+                lambda: self._has_given_up_at(held.num_batches), "a fix", timeout_s=REST_LIMIT_S
             )
         return self.outcome()
 
@@ -144,7 +144,7 @@ class Rig:
 
     def _has_given_up_at(self, num_batches):
         state = self.router.state()
-        is_named = state["level"] == "stale" and state["reason"] and state["cure"]
+        is_named = state["level"] == "stale" and state["reason"] and state["fix"]
         return is_named and state["last"] == num_batches - 1
 
     def outcome(self):
@@ -161,7 +161,7 @@ class Rig:
             only_in_index=len(in_index - held.blocks),
             level=state["level"],
             reason=state["reason"],
-            cure=state["cure"],
+            fix=state["fix"],
             repairs_s=(*self._repairs_s, *self._repairs_of(state)),
             after_fault_s=None if self._healed_at is None else settled_at - self._healed_at,
         )

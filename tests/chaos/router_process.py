@@ -7,7 +7,7 @@ import sys
 
 from examples.demo.child_process import ChildProcess
 from tests.chaos.asking import ask
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 
 class RouterProcess:

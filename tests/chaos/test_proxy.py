@@ -8,7 +8,7 @@ from kvplug.transports.zmq import message_of
 from tests.chaos.faults import Fault, FaultPlan, Odds
 from tests.chaos.proxy import EventProxy
 from tests.ingest.publisher import Publisher, message, stored
-from tests.plugs.stock_client import StockClient, wait_until
+from tests.plugins.stock_client import StockClient, wait_until
 
 HARM = Odds(drop=0.1, duplicate=0.1, hold=0.1, delay=0.05, max_burst=4, max_delay_s=0.002)
 

@@ -1,6 +1,6 @@
 """Prompts that overflow an engine's cache.
 
-In:  an engine, a seed.   Out: requests with shared prefixes, twins that start together (stored
+In:  an engine, a seed.   Out: requests with shared prefixes, duplicates that start together (stored
 twice), generated blocks; evictions all the time.
 """
 
@@ -20,8 +20,8 @@ class Workload:
 
     def round(self):
         tail = self._tokens(self._random.randrange(1, 90))
-        twin = self._tokens(160)
-        prompts = [self._random.choice(self._prefixes) + tail, twin, twin]
+        reference = self._tokens(160)
+        prompts = [self._random.choice(self._prefixes) + tail, reference, reference]
         self._engine.complete(prompts, max_tokens=self._random.choice([1, 1, 1, 40]))
 
     def tick(self):

@@ -6,7 +6,7 @@ from kvplug import Rank, Router, RouterConfig
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from tests.engines.plugged_vllm import BLOCK_SIZE, LOOPBACK
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 
 class Following:

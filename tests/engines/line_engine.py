@@ -8,7 +8,7 @@ from pathlib import Path
 from examples.demo.ports import free_ports
 from kvplug import Namespace, Rank
 from kvplug.ingest.follower import Follower
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 SCRIPT = Path(__file__).with_name("vllm_on_lines.py")
 NUM_BLOCKS = 48

@@ -73,7 +73,7 @@ def known_tokens(service, engine, prompt, namespace, lora):
     rank = Rank(engine.url)
     seed = seed_of(namespace_of(namespace, lora))
     with service.router._lock:  # an event may come meanwhile, and move the worker to another index
-        index = service.router.fleet_index.section_of(rank).index
+        index = service.router.fleet_index.group_of(rank).index
         hashes = index.hasher.sequence_hashes(as_tokens(prompt), seed)
         depth = index.overlap(hashes, now_s=0.0).depth[index.numbers.number_of(rank)]
         return int(depth) * index.block_size
@@ -111,7 +111,7 @@ async def test_both_kinds_are_predicted_exactly_in_every_namespace(engines):
             assert service.fleet.block_size_of(worker) == engine.block_size
             assert service.router.index_of(Rank(engine.url)).block_size == engine.block_size
             assert dict(worker.follower.skipped) == {}
-        assert len(service.router.fleet_index.sections) == 2
+        assert len(service.router.fleet_index.groups) == 2
 
 
 async def test_an_adapter_is_asked_for_by_its_name_and_matched_by_it(engines):

@@ -15,7 +15,7 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
-from tests.plugs.stock_client import StockClient, wait_until
+from tests.plugins.stock_client import StockClient, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,12 @@ def tokens(rnd, count):
 
 
 def workload(engine, rnd, *, num_rounds=40):
-    """Shared prefixes, evictions, twins that start together, a salt, flushes."""
+    """Shared prefixes, evictions, duplicates that start together, a salt, flushes."""
     prefixes = [tokens(rnd, 256) for _ in range(6)]
     for round_ in range(num_rounds):
-        tail, twin = tokens(rnd, rnd.randrange(1, 90)), tokens(rnd, 160)
+        tail, reference = tokens(rnd, rnd.randrange(1, 90)), tokens(rnd, 160)
         engine.generate(
-            [rnd.choice(prefixes) + tail, twin, twin],
+            [rnd.choice(prefixes) + tail, reference, reference],
             max_tokens=rnd.choice([1, 40]),
             salt=rnd.choice([None, None, "tenant"]),
         )

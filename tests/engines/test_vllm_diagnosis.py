@@ -1,4 +1,4 @@
-"""Real vLLM started with the wrong settings: each one is named, with its cure.
+"""Real vLLM started with the wrong settings: each one is named, with its fix.
 
 vLLM 0.32.0 says what it does in GET /version, /kv_event_sources and /metrics.
 """
@@ -79,7 +79,7 @@ def found(service, engine):
     return {f.code: f for f in service.diagnosis.look() if f.worker == engine.url}
 
 
-async def test_wrong_settings_are_named_and_their_cures_are_the_engines_flags(engines):
+async def test_wrong_settings_are_named_and_their_fixes_are_the_engines_flags(engines):
     silent, other = engines
     specs = (spec_of(silent), spec_of(other, topic="kv@elsewhere"))
     async with routing(*specs, block_size=16) as (service, client):
@@ -90,9 +90,9 @@ async def test_wrong_settings_are_named_and_their_cures_are_the_engines_flags(en
         await until(lambda: Code.NO_EVENTS in found(service, other), "the silence is found")
         findings = found(service, silent)
         assert Code.NO_CACHED_TOKENS in findings
-        assert "--enable-prompt-tokens-details" in findings[Code.NO_CACHED_TOKENS].cure
-        assert "--kv-events-config '{" in findings[Code.EVENTS_OFF].cure
-        assert "--block-size 32" in findings[Code.BLOCK_SIZE].cure
+        assert "--enable-prompt-tokens-details" in findings[Code.NO_CACHED_TOKENS].fix
+        assert "--kv-events-config '{" in findings[Code.EVENTS_OFF].fix
+        assert "--block-size 32" in findings[Code.BLOCK_SIZE].fix
         code, out, _ = await doctor_process("--url", service.url)
         assert code == 1
         assert all(each in out for each in (silent.url, other.url, "no_cached_tokens", "topic"))
@@ -121,7 +121,7 @@ async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engine
     assert (code, out.split()[:2]) == (1, [other.url, "replay_off"])
 
 
-async def test_blocks_of_another_size_are_refused_and_counted(engines):
+async def test_blocks_of_another_size_are_rejected_and_counted(engines):
     _, other = engines
     async with routing(spec_of(other), block_size=64) as (service, client):
         follower = service.fleet.workers[other.url].follower

@@ -85,17 +85,17 @@ def test_random_namespaces_with_evictions_are_predicted_exactly(followed):
     assert followed.apart() == (0, 0)
     assert len(set(cached)) > 3
     assert followed.follower.num_removed > 20
-    assert len(followed.router.index_of(followed.rank).domains) == 1
+    assert len(followed.router.index_of(followed.rank).hash_spaces) == 1
 
 
-def test_another_hash_seed_is_a_domain_of_its_own(followed, vllm_python, tiny_model, listener):
+def test_another_hash_seed_is_a_hash_space_of_its_own(followed, vllm_python, tiny_model, listener):
     check_second_engine(
         followed,
         listener,
         LineEngine("seed-1", vllm_python, tiny_model, hash_seed="1", block_size=BLOCK_SIZE),
         model="tiny-llama",
     )
-    assert len(followed.router.index_of(followed.rank).domains) == 2
+    assert len(followed.router.index_of(followed.rank).hash_spaces) == 2
 
 
 @pytest.mark.parametrize("block_size", [32, 64])

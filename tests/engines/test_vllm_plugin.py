@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.following import following
 from tests.engines.plugged_vllm import LOOPBACK, PluggedVllm, install_kvplug
-from tests.plugs.stock_client import StockClient, wait_until
+from tests.plugins.stock_client import StockClient, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +23,14 @@ def serve(vllm_python, tiny_model, plugins, tmp_path):
 
 
 def workload(engine, rnd, *, num_rounds=30):
-    """Shared prefixes, evictions, twins that start together (stored twice), resets."""
+    """Shared prefixes, evictions, duplicates that start together (stored twice), resets."""
     prefixes = [[rnd.randrange(10, 4000) for _ in range(256)] for _ in range(6)]
     for round_ in range(num_rounds):
         tail = [rnd.randrange(10, 4000) for _ in range(rnd.randrange(1, 90))]
-        twin = [rnd.randrange(10, 4000) for _ in range(160)]
-        engine.complete([rnd.choice(prefixes) + tail, twin, twin], max_tokens=rnd.choice([1, 40]))
+        reference = [rnd.randrange(10, 4000) for _ in range(160)]
+        engine.complete(
+            [rnd.choice(prefixes) + tail, reference, reference], max_tokens=rnd.choice([1, 40])
+        )
         if round_ in (9, 19):
             wait_until(engine.reset_prefix_cache, "the cache is empty")
     engine.complete([10, 11, 12])  # a last step publishes what waits
@@ -118,7 +120,7 @@ def test_an_unusable_endpoint_is_named_and_the_engine_serves_without_events(serv
     assert "'tcp://nowhere': expected tcp://ADDRESS:PORT" in line
 
 
-def test_a_misspelt_publisher_is_refused_by_vllm_itself(serve):
+def test_a_misspelt_publisher_is_rejected_by_vllm_itself(serve):
     engine = serve(events={"publisher": "kvplgu"})
     engine.process.start()
     wait_until(lambda: engine.process.exit_status is not None, "it gives up", timeout_s=120)

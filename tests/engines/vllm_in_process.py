@@ -135,7 +135,7 @@ def wait_until(condition, what):
 
 
 def workload(engine, rnd):
-    """Shared prefixes, evictions, twins in one step (stored twice), salts, two resets."""
+    """Shared prefixes, evictions, duplicates in one step (stored twice), salts, two resets."""
     prefixes = [[rnd.randrange(10, 4000) for _ in range(256)] for _ in range(6)]
     for round_ in range(30):
         batch = [
@@ -145,8 +145,8 @@ def workload(engine, rnd):
             )
             for _ in range(rnd.randrange(1, 4))
         ]
-        twin = prompt([rnd.randrange(10, 4000) for _ in range(160)])
-        engine.generate([*batch, twin, twin], max_tokens=rnd.choice([1, 40]))
+        reference = prompt([rnd.randrange(10, 4000) for _ in range(160)])
+        engine.generate([*batch, reference, reference], max_tokens=rnd.choice([1, 40]))
         if round_ in (9, 19):
             assert engine.llm.reset_prefix_cache()
 

@@ -17,7 +17,7 @@ from vllm.distributed.kv_events import (
 from kvplug.engines.vllm import register
 
 
-def refused(publisher):
+def rejected(publisher):
     try:
         KVEventsConfig(enable_kv_cache_events=True, publisher=publisher)
     except pydantic.ValidationError:
@@ -45,13 +45,13 @@ def publish_one():
 
 
 def main():
-    assert refused("kvplug")  # hence: register first
+    assert rejected("kvplug")  # hence: register first
     num_threads = threading.active_count()
     register()
     register()
     assert threading.active_count() == num_threads
-    assert not refused("kvplug")
-    assert refused("kvplgu")
+    assert not rejected("kvplug")
+    assert rejected("kvplgu")
     assert KVEventsConfig(enable_kv_cache_events=True).publisher == "zmq"
     assert KVEventsConfig().publisher == "null"
     assert VllmConfig(kv_events_config=KVEventsConfig(publisher="kvplug")).kv_events_config

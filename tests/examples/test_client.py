@@ -84,7 +84,7 @@ async def test_half_an_answer_is_a_failure(text, reason):
     assert outcome.reason.startswith(reason)
 
 
-async def test_a_refusal_is_a_failure():
+async def test_a_reason_is_a_failure():
     (outcome,) = await outcomes_of(Engine(["no worker"], status=503))
     assert outcome == Failed("status 503: no worker")
 

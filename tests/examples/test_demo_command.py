@@ -125,7 +125,7 @@ def test_success_leaves_nothing(run_demo):
     "flags",
     [["--engine", "no-such"], ["--requests", "0"], ["--requests", "ten"], ["--no-such-flag"]],
 )
-def test_a_wrong_flag_is_refused(flags):
+def test_a_wrong_flag_is_rejected(flags):
     command = [sys.executable, "-m", "examples.demo", *flags]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2

@@ -61,7 +61,7 @@ def test_a_failed_model_is_named_and_not_kept(cache):
     assert [path.suffix for path in (cache / "models").iterdir() if path.is_dir()] == []
 
 
-def test_another_python_is_refused_with_a_sentence(cache, monkeypatch, tmp_path):
+def test_another_python_is_rejected_with_a_sentence(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(engine_env, "PYTHON_VERSION", "3.0")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DemoError, match=r"needs Python 3\.0: this is .*, and no python3\.0 is on"):

@@ -37,7 +37,7 @@ class Report:
     num_compared: int = 0
     elapsed_s: float = 0.0
     growth_bytes: int | None = None
-    refused: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def __str__(self):
@@ -47,7 +47,7 @@ class Report:
             f"{self.num_messages:,} messages in {self.elapsed_s:.1f} s, {60 * rate:,.0f} a minute; "
             f"{self.num_accepted:,} changed the index, {self.num_compared:,} compared in full, "
             f"memory grew by {growth} after the warm-up, {len(self.failures)} failures; refused: "
-            + ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.refused.items()))
+            + ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.rejected.items()))
         )
 
 
@@ -83,7 +83,7 @@ def fuzz(target_name, seed, *, seconds=float("inf"), count=float("inf")):
                 report.failures.append(f"memory grew by {report.growth_bytes:,} bytes")
         if len(report.failures) >= _MAX_FAILURES:
             break
-    report.num_accepted, report.refused = target.num_accepted, dict(target.follower.skipped)
+    report.num_accepted, report.rejected = target.num_accepted, dict(target.follower.skipped)
     return report
 
 

@@ -92,8 +92,8 @@ class FollowerTarget:
         assert accepted or self.content() == before, "refused, but blocks changed"
 
     def check(self):
-        for section in self.router.fleet_index.sections:
-            section.index.check()
+        for group in self.router.fleet_index.groups:
+            group.index.check()
         assert self._blocks_of(_BYSTANDER) == self._bystander, "another worker's blocks changed"
 
     def content(self):
@@ -104,7 +104,7 @@ class FollowerTarget:
         return sorted(self.router.index_of(rank).engine_hashes_of(rank, tier).tolist())
 
     def _num_blocks(self):
-        return sum(len(section.index) for section in self.router.fleet_index.sections)
+        return sum(len(group.index) for group in self.router.fleet_index.groups)
 
 
 class DispatchTarget(FollowerTarget):
@@ -135,7 +135,7 @@ class CodecTarget(FollowerTarget):
         with suppress(DecodeError):
             batch = codec.decode(message_of(frames).payload)
             self.follower.skipped.update(batch.skipped)
-            self.follower.skipped.update(self.router.apply(_RANKS[0], batch).refused)
+            self.follower.skipped.update(self.router.apply(_RANKS[0], batch).rejected)
 
 
 TARGETS = {target.name: target for target in (FollowerTarget, CodecTarget, DispatchTarget)}

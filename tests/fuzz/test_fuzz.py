@@ -21,7 +21,7 @@ def test_damaged_messages(target):
     report = fuzz(target, seed=1, count=5_000)
     assert not report.failures, report.failures[0]
     assert report.num_accepted > 100
-    assert len(report.refused) > 15
+    assert len(report.rejected) > 15
 
 
 @pytest.fixture(scope="module")

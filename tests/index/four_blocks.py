@@ -26,12 +26,12 @@ def check_all_leave(index, workers):
     for worker in sorted(workers):
         index.remove_worker(worker)
     index.check()
-    holdings, cxl = index.holdings, index.cxl
-    sizes = len(index), len(holdings.copies), len(holdings.sets), len(holdings.runs)
+    block_store, cxl = index.block_store, index.cxl
+    sizes = len(index), len(block_store.copies), len(block_store.sets), len(block_store.runs)
     assert sizes == (0, 0, 0, 0)
     assert (len(cxl.states), len(cxl.placements), len(index.labels)) == (0, 0, 0)
     assert set(index.numbers.owner.tolist()) == {-1}
-    assert not index.domains
+    assert not index.hash_spaces
 
 
 def stored(*names, tokens=TOKENS, start=0, parent=None, **more):

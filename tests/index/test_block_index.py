@@ -17,7 +17,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import as_tokens, seed_of
-from kvplug.index.applied import Refusal
+from kvplug.index.apply_result import RejectReason
 from kvplug.index.block_index import BlockIndex
 from kvplug.kernels import runs
 from tests.index.four_blocks import TOKENS, A, B, apply, hashes_of, index_of, stored
@@ -44,7 +44,7 @@ def test_two_copies_take_two_removals(index):
 
 def test_a_store_with_an_unknown_parent_is_counted_and_not_guessed(index):
     applied = apply(index, A, stored(3, 4, start=2, parent=2))
-    assert applied.refused == {"unknown_parent": 2}
+    assert applied.rejected == {"unknown_parent": 2}
     assert len(index) == 0
 
 
@@ -71,11 +71,11 @@ def test_a_clear_may_name_a_tier(index):
     assert index.engine_hashes_of(A, Tier.DEVICE).tolist() == [1]
 
 
-def test_events_of_a_removed_worker_are_refused(index):
+def test_events_of_a_removed_worker_are_rejected(index):
     apply(index, A, stored(1, 2))
     index.remove_worker("a")
     assert len(index) == 0
-    assert apply(index, A, stored(1, 2)).refused == {"unknown_rank": 1}
+    assert apply(index, A, stored(1, 2)).rejected == {"unknown_rank": 1}
 
 
 def test_a_child_inherits_the_namespace_of_its_parent(index):
@@ -85,17 +85,17 @@ def test_a_child_inherits_the_namespace_of_its_parent(index):
     assert depth(index, A) == 0
 
 
-def test_a_copy_in_host_memory_is_worth_less(index):
+def test_a_copy_in_host_memory_is_confidence_less(index):
     apply(index, A, stored(1, 2), stored(3, 4, start=2, parent=2, tier=Tier.HOST))
     overlap = index.overlap(hashes_of(index), now_s=0.0)
     assert overlap.depth.tolist() == [4, 0]
     assert overlap.credit.tolist() == [2 + 2 * 0.75, 0]
 
 
-def test_an_engine_with_other_hashes_gets_a_domain_of_its_own(index):
+def test_an_engine_with_other_hashes_gets_a_hash_space_of_its_own(index):
     apply(index, A, stored(1, 2))
     apply(index, B, stored(101, 102))  # the same content under other names
-    assert len(index.domains) == 2
+    assert len(index.hash_spaces) == 2
     assert (depth(index, A), depth(index, B)) == (2, 2)
     apply(index, A, BlockRemoved(block_hashes=(2,)))
     assert (depth(index, A), depth(index, B)) == (1, 2)
@@ -107,17 +107,17 @@ def test_an_engine_that_moves_keeps_what_it_had(index):
     other = tuple(range(100, 116))
     apply(index, A, stored(9, tokens=other))
     apply(index, B, stored(9))  # one name, another content than a's: they disagree
-    assert len(index.domains) == 2
+    assert len(index.hash_spaces) == 2
     assert sorted(index.engine_hashes_of(B).tolist()) in ([1, 2], [1, 2, 9])
     apply(index, B, BlockRemoved(block_hashes=(2,)))
     assert (depth(index, A), depth(index, B)) == (2, 1)
 
 
-def test_one_name_for_two_contents_of_one_engine_is_refused(index):
+def test_one_name_for_two_contents_of_one_engine_is_rejected(index):
     index.remove_worker("b")
     apply(index, A, stored(1))
     applied = apply(index, A, stored(1, tokens=tuple(range(50, 54))))
-    assert applied.refused == {"conflicting_hash": 1}
+    assert applied.rejected == {"conflicting_hash": 1}
     assert depth(index, A) == 1
 
 
@@ -131,14 +131,14 @@ def test_one_name_for_two_contents_of_one_engine_is_refused(index):
         (CxlStateTransition(block_hashes=(5,), new_state=CxlState.EVICTED), "unknown_block"),
     ],
 )
-def test_what_is_not_certain_is_refused_by_name(index, event, reason):
-    assert list(apply(index, A, event).refused) == [reason]
+def test_what_is_not_certain_is_rejected_by_name(index, event, reason):
+    assert list(apply(index, A, event).rejected) == [reason]
     assert len(index) == 0
 
 
 def test_check_sees_a_broken_table(index):
     apply(index, A, stored(1, 2))
-    sets = index.holdings.runs.column(runs.SET)
+    sets = index.block_store.runs.column(runs.SET)
     set_id, sets[1] = sets[1], 0
     with pytest.raises(IndexCorruptError):
         index.check()
@@ -169,7 +169,7 @@ def test_a_copy_named_by_engine_hash_alone_is_followed_where_its_content_is_know
     stored = BlockStored(block_hashes=(1, 2), token_ids=tuple(range(8)), block_size=4)
     copied = BlockCopied(block_hashes=(1, 2, 3), tier=Tier.HOST)
     applied = index.apply(rank, EventBatch(events=(stored, copied)))
-    assert (applied.num_stored, applied.refused) == (4, {Refusal.NO_TOKENS.value: 1})
+    assert (applied.num_stored, applied.rejected) == (4, {RejectReason.NO_TOKENS.value: 1})
     index.apply(rank, EventBatch(events=(BlockRemoved(block_hashes=(1, 2)),)))
     assert sorted(index.engine_hashes_of(rank, Tier.HOST).tolist()) == [1, 2]
     index.check()

@@ -1,4 +1,6 @@
-"""Any sequence of events leaves the index equal to its plain twin, and every invariant true."""
+"""Any sequence of events leaves the index equal to its plain reference implementation, and every
+invariant true.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import as_tokens, seed_of
-from kvplug.index.applied import Refusal
-from tests.index.twinned_index import AppliesRecords, TwinnedIndexMachine
+from kvplug.index.apply_result import RejectReason
+from tests.index.compared_index import AppliesRecords, TwinnedIndexMachine
 
 BLOCK_SIZE = 2
 # Two ranks of one worker; c hashes otherwise than the rest, as another engine kind would.
@@ -44,14 +46,14 @@ class IndexMachine(TwinnedIndexMachine):
     @rule(rank=ranks, tier=tiers, blocks=block_lists, namespace=st.sampled_from(NAMESPACES),
           data=st.data())  # fmt: skip
     def store(self, rank, tier, blocks, namespace, data):
-        parent = data.draw(st.none() | st.sampled_from(self.twin.held(rank) or [None]))
+        parent = data.draw(st.none() | st.sampled_from(self.reference.held(rank) or [None]))
         event, contents = self.stored_event(rank, tier, parent, blocks, namespace)
         self.store_in_both(rank, event, contents)
 
     @rule(rank=ranks, tier=tiers, blocks=block_lists, cxl=st.none() | places,
           label=st.none() | labels, data=st.data())  # fmt: skip
     def store_pooled_or_labelled(self, rank, tier, blocks, cxl, label, data):
-        parent = data.draw(st.none() | st.sampled_from(self.twin.held(rank) or [None]))
+        parent = data.draw(st.none() | st.sampled_from(self.reference.held(rank) or [None]))
         event, contents = self.stored_event(rank, tier, parent, blocks, Namespace())
         self.store_in_both(rank, event, contents, cxl, label)
 
@@ -59,7 +61,7 @@ class IndexMachine(TwinnedIndexMachine):
     def move(self, rank, said, data):
         """Blocks of the rank, the same block twice, and blocks that only others have."""
         contents = self.some_held(data)
-        known = {c for r in self.ranks_like(rank) for c in self.twin.held(r)}
+        known = {c for r in self.ranks_like(rank) for c in self.reference.held(r)}
         self.move_in_both(rank, contents, said, known)
 
     def some_held(self, data):
@@ -67,8 +69,10 @@ class IndexMachine(TwinnedIndexMachine):
         return data.draw(st.lists(st.sampled_from(everything), max_size=5)) if everything else []
 
     def ranks_like(self, rank):
-        """The ranks of its domain that call blocks as it does."""
-        together = [domain.ranks for domain in self.index.domains if rank in domain.ranks]
+        """The ranks of its hash space that call blocks as it does."""
+        together = [
+            hash_space.ranks for hash_space in self.index.hash_spaces if rank in hash_space.ranks
+        ]
         algorithm = self.algorithms.get(rank)
         return [r for ranks in together for r in ranks if self.algorithms.get(r) == algorithm]
 
@@ -102,7 +106,7 @@ class IndexMachine(TwinnedIndexMachine):
         self.index.remove_worker(worker)
         for rank in [r for r in RANKS if r.worker == worker]:
             self.present.discard(rank)
-            self.twin.clear(rank)
+            self.reference.clear(rank)
 
     @rule(rank=ranks)
     def worker_returns(self, rank):
@@ -119,7 +123,7 @@ class IndexMachine(TwinnedIndexMachine):
         )
         applied = self.apply(rank, event)
         if rank in self.present:
-            assert applied.refused == {Refusal.UNKNOWN_PARENT.value: len(blocks)}
+            assert applied.rejected == {RejectReason.UNKNOWN_PARENT.value: len(blocks)}
 
     @rule(blocks=block_lists, namespace=st.sampled_from(NAMESPACES), label=labels)
     def match(self, blocks, namespace, label):
@@ -132,12 +136,12 @@ class IndexMachine(TwinnedIndexMachine):
         self.compare(prefixes, hashes, overlap, hits)
 
     @invariant()
-    def equals_the_twin(self):
+    def equals_the_reference(self):
         self.index.check()
         assert len(self.index) == len(self.held_by_any())
         for rank in self.present:
             for tier in [*Tier, None]:
-                names = sorted(self.names_of(rank, self.twin.held(rank, tier)))
+                names = sorted(self.names_of(rank, self.reference.held(rank, tier)))
                 assert sorted(self.index.engine_hashes_of(rank, tier).tolist()) == names
 
 

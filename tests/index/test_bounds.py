@@ -16,10 +16,10 @@ from kvplug.index.bounds import Bounds
         ("max_bytes", -1, 2**16),
     ],
 )
-def test_too_little_is_refused_with_what_is_enough(name, value, least):
-    with pytest.raises(ConfigError) as refused:
+def test_too_little_is_rejected_with_what_is_enough(name, value, least):
+    with pytest.raises(ConfigError) as rejected:
         Bounds(**{name: value})
-    assert str(refused.value) == f"{name} of an index must be at least {least}, got {value}"
+    assert str(rejected.value) == f"{name} of an index must be at least {least}, got {value}"
 
 
 NO_COUNTS = [
@@ -44,11 +44,11 @@ NO_COUNTS = [
 
 @pytest.mark.parametrize("name", ["max_blocks", "max_bytes"])
 @pytest.mark.parametrize(("value", "shown"), NO_COUNTS)
-def test_what_is_no_count_is_refused_with_what_is_one(name, value, shown):
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_count_is_rejected_with_what_is_one(name, value, shown):
+    with pytest.raises(ConfigError) as rejected:
         Bounds(**{name: value})
     expected = f"{name} of an index must be a whole number below 2**63, got {shown}"
-    assert str(refused.value) == expected
+    assert str(rejected.value) == expected
 
 
 @pytest.mark.parametrize("value", [2**63 - 1, np.int64(2**16), np.uint64(2**63 - 1)])

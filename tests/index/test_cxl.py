@@ -76,7 +76,7 @@ def test_evicted_blocks_are_gone_and_what_is_known_of_them_is_kept(index):
     apply(index, PREFILL, stored(1, 2))
     pool(index, 1, 2, pool=7)
     applied = apply(index, PREFILL, moved(EVICTED, 1, 2))
-    assert (applied.num_moved, applied.refused) == (2, {})
+    assert (applied.num_moved, applied.rejected) == (2, {})
     assert len(index) == 0
     first = int(hashes_of(index)[0])
     assert index.cxl_metadata(PREFILL, first) == CxlMetadata(EVICTED, 7, DECODERS)
@@ -101,7 +101,7 @@ def test_a_removal_is_of_the_device_and_not_of_the_pool(index):
     apply(index, PREFILL, stored(1), stored(1, tier=Tier.HOST))
     pool(index, 1)
     applied = apply(index, PREFILL, BlockRemoved(block_hashes=(1,)))
-    assert applied.refused == {"unknown_block": 1}
+    assert applied.rejected == {"unknown_block": 1}
     apply(index, PREFILL, BlockRemoved(block_hashes=(1,), tier=Tier.HOST))
     assert overlap(index).cxl_accessible.tolist() == [1, 1, 1]
 
@@ -127,21 +127,21 @@ def test_blocks_may_be_stored_in_a_pool_at_once(index):
     assert overlap(index).cxl_accessible.tolist() == [2, 0, 2]
 
 
-def test_a_pool_that_nobody_named_is_refused(index):
+def test_a_pool_that_nobody_named_is_rejected(index):
     apply(index, PREFILL, stored(1, 2))
     applied = apply(index, PREFILL, moved(POOLED, 1, 2, workers=DECODERS))
-    assert (applied.num_moved, applied.refused) == (0, {"unknown_pool": 2})
+    assert (applied.num_moved, applied.rejected) == (0, {"unknown_pool": 2})
     applied = apply(index, PREFILL, stored(1, 2, 3, cxl=CxlMetadata(POOLED)))
-    assert (applied.num_stored, applied.refused) == (0, {"unknown_pool": 3})
+    assert (applied.num_stored, applied.rejected) == (0, {"unknown_pool": 3})
     assert overlap(index).device.tolist() == [2, 0, 0]
 
 
-def test_blocks_that_nobody_stored_are_refused(index):
+def test_blocks_that_nobody_stored_are_rejected(index):
     apply(index, PREFILL, stored(1))
     applied = apply(index, PREFILL, moved(POOLED, 1, 5, 6, pool=0))
-    assert (applied.num_moved, applied.refused) == (1, {"unknown_block": 2})
+    assert (applied.num_moved, applied.rejected) == (1, {"unknown_block": 2})
     applied = apply(index, DECODE_1, moved(EVICTED, 1))  # it had nothing to evict
-    assert (applied.num_moved, applied.refused) == (0, {"unknown_block": 1})
+    assert (applied.num_moved, applied.rejected) == (0, {"unknown_block": 1})
 
 
 def test_workers_read_a_pool_while_they_are_in_the_fleet(index):
@@ -172,14 +172,14 @@ def test_a_clear_takes_pools_and_what_is_known(index):
 def test_a_rank_with_names_of_its_own_pools_blocks_for_all(index):
     apply(index, DECODE_1, stored(1, 2))
     apply(index, PREFILL, stored(101, 102))
-    assert len(index.domains) == 2
+    assert len(index.hash_spaces) == 2
     pool(index, 101, 102)
     assert overlap(index).cxl_accessible.tolist() == [2, 2, 2]
     apply(index, PREFILL, moved(EVICTED, 101, 102))
     assert overlap(index).held.tolist() == [0, 2, 0]
 
 
-def test_placements_without_a_block_make_room_and_too_many_are_refused(index):
+def test_placements_without_a_block_make_room_and_too_many_are_rejected(index):
     apply(index, PREFILL, stored(1, 2))
     for number in range(2 * MAX_PLACEMENTS):
         index.apply(PREFILL, EventBatch(events=(moved(POOLED, 1, pool=number),)))
@@ -194,7 +194,7 @@ def test_placements_without_a_block_make_room_and_too_many_are_refused(index):
     for number in placements.numbers_of(0):
         index.cxl.states.put(0, np.array([5000 + number], dtype=np.uint64), IN_TRANSIT, number)
     applied = apply(index, PREFILL, moved(POOLED, 2, pool=99))
-    assert applied.refused == {"too_many_pools": 1}
+    assert applied.rejected == {"too_many_pools": 1}
 
 
 def test_of_blocks_that_are_not_pooled_the_latest_are_kept():
@@ -222,8 +222,8 @@ def test_a_block_that_left_the_index_by_itself_is_in_no_pool(index):
     apply(index, PREFILL, stored(1, 2))
     pool(index, 1, 2)
     second, (holder,) = hashes_of(index)[1:2], index.cxl.placements.holders
-    index.holdings.drop(holder, second)
-    next(iter(index.domains)).table.erase(np.array([2], dtype=np.uint64))
+    index.block_store.drop(holder, second)
+    next(iter(index.hash_spaces)).table.erase(np.array([2], dtype=np.uint64))
     index.cxl.erase_gone()
     index.check()
     assert index.cxl_metadata(PREFILL, int(second[0])) is None

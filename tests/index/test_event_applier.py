@@ -15,7 +15,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import as_tokens
-from kvplug.index.applied import Applied, Refusal
+from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
 
@@ -51,7 +51,7 @@ def stored(names, first_token, parent=None, **fields):
 def apply_run(index, rank, *events, max_blocks=10**9):
     """As the bytes of one message per event; all of them must be plain."""
     payloads = [codec.encode(EventBatch(events=(event,))) for event in events]
-    applied = Applied()
+    applied = ApplyResult()
     while payloads:
         records, at = read_payloads(payloads), 0
         while at < records.num_events:
@@ -113,33 +113,33 @@ def test_an_event_of_more_blocks_than_the_scratch_has_room_for(index):
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (stored([7, 8, 7], 100), Refusal.CONFLICTING_HASH),
-        (stored([1], 100), Refusal.CONFLICTING_HASH),  # the name has another content
-        (stored([9, 2], 0), Refusal.CONFLICTING_HASH),  # the content has another name
-        (stored([7], 100, parent=99), Refusal.UNKNOWN_PARENT),
+        (stored([7, 8, 7], 100), RejectReason.CONFLICTING_HASH),
+        (stored([1], 100), RejectReason.CONFLICTING_HASH),  # the name has another content
+        (stored([9, 2], 0), RejectReason.CONFLICTING_HASH),  # the content has another name
+        (stored([7], 100, parent=99), RejectReason.UNKNOWN_PARENT),
         (
             BlockStored(
                 block_hashes=(7, 8), token_ids=(1, 2, 3, 4), block_size=2, namespace=Namespace()
             ),
-            Refusal.BLOCK_SIZE,
+            RejectReason.BLOCK_SIZE,
         ),
-        (BlockRemoved(block_hashes=(99,)), Refusal.UNKNOWN_BLOCK),
+        (BlockRemoved(block_hashes=(99,)), RejectReason.UNKNOWN_BLOCK),
     ],
 )
-def test_what_is_refused_changes_nothing_and_the_rest_of_the_run_counts(index, event, reason):
+def test_what_is_rejected_changes_nothing_and_the_rest_of_the_run_counts(index, event, reason):
     apply_run(index, RANKS[0], stored([1, 2, 3], 0))
     applied = apply_run(index, RANKS[0], event, stored([50], 5000))
-    assert applied.refused == {reason.value: len(event.block_hashes)}
+    assert applied.rejected == {reason.value: len(event.block_hashes)}
     assert sorted(index.engine_hashes_of(RANKS[0]).tolist()) == [1, 2, 3, 50]
 
 
-def test_a_rank_with_other_names_moves_to_a_domain_of_its_own_in_a_run(index):
+def test_a_rank_with_other_names_moves_to_a_hash_space_of_its_own_in_a_run(index):
     apply_run(index, RANKS[0], stored([1, 2, 3], 0), stored([4], 500))
     applied = apply_run(
         index, RANKS[1], stored([4], 500), stored([11, 12], 0), stored([13], 8, parent=12)
     )
     assert applied.num_stored == 4
-    assert len(index.domains) == 2
+    assert len(index.hash_spaces) == 2
     assert sorted(index.engine_hashes_of(RANKS[1]).tolist()) == [4, 11, 12, 13]
     apply_run(index, RANKS[0], BlockRemoved(block_hashes=(1, 2, 3, 4)))
     assert sorted(index.engine_hashes_of(RANKS[1]).tolist()) == [4, 11, 12, 13]
@@ -154,9 +154,9 @@ def test_a_full_clear_is_told_and_ends_what_was_orphaned(index):
     assert (applied.was_cleared, applied.num_orphans) == (False, 1)
 
 
-def test_unknown_ranks_are_refused(index):
+def test_unknown_ranks_are_rejected(index):
     applied = apply_run(index, Rank("stranger"), stored([1], 0), stored([2], 9))
-    assert applied.refused == {Refusal.UNKNOWN_RANK.value: 2}
+    assert applied.rejected == {RejectReason.UNKNOWN_RANK.value: 2}
 
 
 def test_reported_blocks_are_no_longer_speculative(index):

@@ -9,9 +9,9 @@ from kvplug import codec, packed
 from kvplug.errors import ConfigError
 from kvplug.events import BlockRemoved, BlockStored, EventBatch, Rank, Tier
 from kvplug.hashing import as_tokens
-from kvplug.index.applied import Applied, Refusal
+from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
-from kvplug.index.bounds import Bounds, LostNames
+from kvplug.index.bounds import Bounds, EvictedHashFilter
 from kvplug.records import read_payloads
 
 RANKS = [Rank("a"), Rank("b"), Rank("c", 1)]
@@ -47,14 +47,14 @@ def apply(index, rank, event, way):
         return index.apply(rank, batch)
     if way == "packed":
         return index.apply_packed(rank, packed.encode([as_packed(index, event)]))
-    records, applied, at = read_payloads([codec.encode(batch)]), Applied(), 0
+    records, applied, at = read_payloads([codec.encode(batch)]), ApplyResult(), 0
     while at < records.num_events:
         at = index.apply_records(rank, records, at, 1, applied)
     return applied
 
 
 def as_packed(index, event):
-    parent = index.domains.hash_of(RANKS[0], event.parent)
+    parent = index.hash_spaces.hash_of(RANKS[0], event.parent)
     tokens = as_tokens(event.token_ids)
     hashes = index.hasher.sequence_hashes(tokens, parent=parent)
     return packed.PackedStored(event.block_hashes, hashes, event.parent)
@@ -72,23 +72,27 @@ def depth(index, rank, content):
 
 @given(steps)
 def test_whatever_comes_the_bound_holds_and_heads_stay_longest(operations):
-    index, twin, num_refused = bounded(max_blocks=MAX_BLOCKS), {rank: set() for rank in RANKS}, 0
+    index, reference, num_rejected = (
+        bounded(max_blocks=MAX_BLOCKS),
+        {rank: set() for rank in RANKS},
+        0,
+    )
     for number, content, way in operations:
         rank = RANKS[number]
-        known = max((n for n in range(len(content)) if content[:n] in twin[rank]), default=0)
+        known = max((n for n in range(len(content)) if content[:n] in reference[rank]), default=0)
         known = min(known, depth(index, rank, content))
         applied = apply(index, rank, stored(content, len(content) - known), way)
         index.check()
         assert len(index) <= MAX_BLOCKS
-        num_refused += sum(applied.refused.values())
+        num_rejected += sum(applied.rejected.values())
         if applied.num_stored:
-            twin[rank].update(content[: i + 1] for i in range(len(content)))
+            reference[rank].update(content[: i + 1] for i in range(len(content)))
         for each in RANKS:
-            held = {c for c in twin[each] if depth(index, each, c) == len(c)}
+            held = {c for c in reference[each] if depth(index, each, c) == len(c)}
             # Nobody is said to hold more than it stored; what is left of a chain is its head.
             assert len(index.engine_hashes_of(each)) == len(held)
-            twin[each] = held
-    assert num_refused == 0 or index.room.lost.num_blocks > 0
+            reference[each] = held
+    assert num_rejected == 0 or index.capacity_guard.stats.num_blocks > 0
 
 
 def test_the_oldest_tails_go_and_are_counted():
@@ -101,7 +105,10 @@ def test_the_oldest_tails_go_and_are_counted():
     apply(index, RANKS[0], stored((3,) * 10, 10), "typed")
     assert depth(index, RANKS[0], old) == depth(index, RANKS[1], old) == 20
     assert depth(index, RANKS[0], new) == 30
-    assert (index.room.lost.num_blocks, index.room.lost.num_memberships) == (10, 20)
+    assert (index.capacity_guard.stats.num_blocks, index.capacity_guard.stats.num_memberships) == (
+        10,
+        20,
+    )
 
 
 def test_a_chain_that_was_asked_for_stays():
@@ -125,17 +132,17 @@ def test_a_store_behind_an_evicted_block_is_no_lost_event(way):
         applied = index.apply_packed(RANKS[0], payload)
     else:
         applied = apply(index, RANKS[0], event, way)
-    assert applied.refused == {Refusal.PARENT_EVICTED.value: 1}
+    assert applied.rejected == {RejectReason.PARENT_EVICTED.value: 1}
     assert applied.num_orphans == 0
     removed = EventBatch(events=(BlockRemoved(block_hashes=(event.parent,), tier=Tier.DEVICE),))
-    assert index.apply(RANKS[0], removed).refused == {Refusal.UNKNOWN_BLOCK.value: 1}
+    assert index.apply(RANKS[0], removed).rejected == {RejectReason.UNKNOWN_BLOCK.value: 1}
 
 
 @pytest.mark.parametrize("way", ["typed", "packed", "recorded"])
-def test_an_event_larger_than_the_bound_is_refused_by_name(way):
+def test_an_event_larger_than_the_bound_is_rejected_by_name(way):
     index = bounded(max_blocks=20)
     applied = apply(index, RANKS[0], stored((1,) * 21, 21), way)
-    assert applied.refused == {Refusal.INDEX_FULL.value: 21}
+    assert applied.rejected == {RejectReason.INDEX_FULL.value: 21}
     index.check()
     assert len(index) == 0
 
@@ -149,7 +156,7 @@ def test_memory_stays_below_its_bound():
         assert apply(index, RANKS[chain % 3], stored(tokens, 100), "recorded").num_stored == 100
         largest = max(largest, index.nbytes)
     assert max_bytes / 2 < largest <= max_bytes
-    assert index.room.lost.num_blocks > 0
+    assert index.capacity_guard.stats.num_blocks > 0
     index.check()
 
 
@@ -161,7 +168,7 @@ def test_what_is_no_block_of_an_engine_takes_no_block_away():
     assert index.nbytes > 400_000
     apply(index, RANKS[0], stored((2,) * 100, 100), "recorded")
     assert depth(index, RANKS[0], (1,) * 100) == depth(index, RANKS[0], (2,) * 100) == 100
-    assert index.room.lost.num_blocks == 0
+    assert index.capacity_guard.stats.num_blocks == 0
 
 
 def test_a_large_event_locks_nobody_out():
@@ -177,7 +184,7 @@ def test_a_large_event_locks_nobody_out():
 def test_all_memory_is_counted():
     index = BlockIndex(1)
     empty = index.nbytes
-    arrays = [*index.holdings.arrays, index.domains.common.table.slots]
+    arrays = [*index.block_store.arrays, index.hash_spaces.common.table.slots]
     assert empty > sum(array.nbytes for array in arrays)
     index.apply_packed(RANKS[0], packed.encode([]))
     index.add_rank(RANKS[0])
@@ -189,15 +196,15 @@ def test_all_memory_is_counted():
 def test_a_removal_of_unknown_blocks_takes_no_room_in_tables(way):
     index = bounded(max_bytes=400_000)
     apply(index, RANKS[0], stored((1,) * 100, 100), "typed")
-    before = index.holdings.nbytes, len(index.domains.common.table.slots)
+    before = index.block_store.nbytes, len(index.hash_spaces.common.table.slots)
     event = BlockRemoved(block_hashes=tuple(range(50_000)), tier=Tier.DEVICE)
-    assert apply(index, RANKS[0], event, way).refused == {Refusal.UNKNOWN_BLOCK.value: 50_000}
-    assert (index.holdings.nbytes, len(index.domains.common.table.slots)) == before
+    assert apply(index, RANKS[0], event, way).rejected == {RejectReason.UNKNOWN_BLOCK.value: 50_000}
+    assert (index.block_store.nbytes, len(index.hash_spaces.common.table.slots)) == before
     assert len(index) == 100
 
 
 def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
-    names, lost = LostNames(), np.arange(1, 5001, dtype=np.uint64)
+    names, lost = EvictedHashFilter(), np.arange(1, 5001, dtype=np.uint64)
     from kvplug.kernels import evicting, table
 
     for first in range(0, 5000, 500):
@@ -206,7 +213,7 @@ def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
         gone = np.zeros(2 * 1000 + 2, dtype=np.uint64)
         table.put_many(slots, some, some)
         table.put_many(gone, some, np.ones(500, dtype=np.uint64))
-        assert evicting.evict_names(0, 1000, gone, slots, names.reserve(500, 2000)) == 500
+        assert evicting.evict_engine_hashes(0, 1000, gone, slots, names.reserve(500, 2000)) == 500
         assert int(slots[-2]) == 0
     assert all(name in names for name in range(3001, 5001))
     num_mistaken = sum(name in names for name in range(10_000, 20_000))
@@ -214,6 +221,6 @@ def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
 
 
 @pytest.mark.parametrize("bounds", [{"max_blocks": 0}, {"max_bytes": 1000}])
-def test_senseless_bounds_are_refused(bounds):
+def test_senseless_bounds_are_rejected(bounds):
     with pytest.raises(ConfigError):
         Bounds(**bounds)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.expiring import ExpiringBlocks, mark_of
 
 TTL_S, CAPACITY, NUM_RANKS = 2.0, 16, 3
@@ -89,8 +89,8 @@ def test_overdue_entries_make_room_without_loss():
 
 
 def test_it_grows_with_what_it_has_to_remember():
-    rng, changes = np.random.default_rng(0), Changes()
-    blocks = ExpiringBlocks(TTL_S, capacity=3000, changes=changes)
+    rng, version = np.random.default_rng(0), ArrayVersion()
+    blocks = ExpiringBlocks(TTL_S, capacity=3000, version=version)
     for step in range(40):
         hashes = rng.integers(1, 2**63, int(rng.integers(1, 400)), dtype=np.uint64)
         blocks.insert(step, hashes, step / 10)

@@ -1,4 +1,6 @@
-"""Whatever happens, the entries are those of the plain twin, and every invariant is true."""
+"""Whatever happens, the entries are those of the plain reference implementation, and every
+invariant is true.
+"""
 
 import numpy as np
 from hypothesis import settings
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvplug.index.expiring import ExpiringBlocks, mark_of
-from tests.index.expiring_twin import TwinExpiring
+from tests.index.expiring_reference import ReferenceExpiring
 
 TTL_S, CAPACITY, NUM_RANKS, MAX_MORE = 2.0, 12, 3, 2
 ranks = st.integers(0, NUM_RANKS - 1)
@@ -22,28 +24,28 @@ class ExpiringMachine(RuleBasedStateMachine):
     @initialize(capacity=st.sampled_from([1, 2, CAPACITY]))
     def start(self, capacity):
         self.blocks = ExpiringBlocks(TTL_S, capacity, max_more_expired=MAX_MORE)
-        self.twin, self.now_s = TwinExpiring(TTL_S, capacity, MAX_MORE), 100.0
+        self.reference, self.now_s = ReferenceExpiring(TTL_S, capacity, MAX_MORE), 100.0
 
     @rule(rank=ranks, blocks=block_lists)
     def insert(self, rank, blocks):
         self.blocks.insert(rank, u64(blocks), self.now_s)
-        self.twin.insert(rank, blocks, self.now_s)
+        self.reference.insert(rank, blocks, self.now_s)
 
     @rule(rank=ranks, blocks=block_lists)
     def confirm(self, rank, blocks):
         self.blocks.confirm(rank, u64(blocks))
-        self.twin.confirm(rank, blocks)
+        self.reference.confirm(rank, blocks)
 
     @rule(rank=ranks, blocks=block_lists)
     def delete_from_the_table_alone(self, rank, blocks):
         """As kernels/applying.py does when an engine reports blocks."""
         self.blocks.table.erase(u64(blocks) ^ mark_of(rank))
-        self.twin.confirm(rank, blocks)
+        self.reference.confirm(rank, blocks)
 
     @rule(rank=ranks)
     def forget(self, rank):
         self.blocks.forget(rank)
-        self.twin.forget(rank)
+        self.reference.forget(rank)
 
     @rule(seconds=times)
     def wait(self, seconds):
@@ -52,14 +54,15 @@ class ExpiringMachine(RuleBasedStateMachine):
     @rule(max_entries=st.integers(0, 5))
     def expire(self, max_entries):
         self.blocks.expire(self.now_s, max_entries)
-        self.twin.expire(self.now_s, max_entries)
+        self.reference.expire(self.now_s, max_entries)
 
     @rule(blocks=block_lists, starts=st.lists(st.integers(0, 3), min_size=1, max_size=5))
     def ask(self, blocks, starts):
         depths = np.array(starts, dtype=np.int64)
         reached = self.blocks.extend(u64(blocks), depths, self.now_s)
         expected = [
-            self.twin.depth(rank, blocks, start, self.now_s) for rank, start in enumerate(starts)
+            self.reference.depth(rank, blocks, start, self.now_s)
+            for rank, start in enumerate(starts)
         ]
         assert reached.tolist() == expected
         assert depths.tolist() == starts
@@ -68,8 +71,8 @@ class ExpiringMachine(RuleBasedStateMachine):
     def holds_together(self):
         if hasattr(self, "blocks"):
             self.blocks.check()
-            assert len(self.blocks) == self.twin.num_live
-            assert self.blocks.num_lost == self.twin.num_lost
+            assert len(self.blocks) == self.reference.num_live
+            assert self.blocks.num_lost == self.reference.num_lost
 
 
 TestExpiringMachine = ExpiringMachine.TestCase

@@ -14,7 +14,7 @@ from kvplug.events import (
     MoeLabel,
     Tier,
 )
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.records import read_payloads
 from tests.index.four_blocks import A, B, apply, hashes_of, index_of, stored
 
@@ -28,7 +28,7 @@ def index():
 
 
 def apply_record(index, rank, event):
-    records, applied = read_payloads([codec.encode(EventBatch(events=(event,)))]), Applied()
+    records, applied = read_payloads([codec.encode(EventBatch(events=(event,)))]), ApplyResult()
     assert index.apply_records(rank, records, 0, 100, applied) == records.num_events
     index.check()
 
@@ -113,8 +113,8 @@ def test_labels_that_no_block_has_any_more_are_given_up(index):
 def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
     apply(index, A, stored(1, 2, moe=EXPERT))
     hashes = hashes_of(index)
-    index.holdings.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
-    next(iter(index.domains)).table.erase(np.array([2], dtype=np.uint64))
+    index.block_store.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
+    next(iter(index.hash_spaces)).table.erase(np.array([2], dtype=np.uint64))
     index.labels.erase_gone(0)
     assert (hits(index), len(index.labels)) == ([1, 0], 1)
 

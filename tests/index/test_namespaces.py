@@ -1,4 +1,6 @@
-"""Namespaces as vLLM and SGLang put them on the wire, chunk by chunk, against a plain twin."""
+"""Namespaces as vLLM and SGLang put them on the wire, chunk by chunk, against a plain reference
+implementation.
+"""
 
 import itertools
 
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from kvplug import codec
 from kvplug.events import Namespace, Rank
 from kvplug.hashing import as_tokens, seed_of
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
-from tests.index.twin import TwinIndex, engine_hash
+from tests.index.reference import TwinIndex, engine_hash
 
 BLOCK_SIZE, RANK = 2, Rank("a")
 # A salt that is called like the adapter: vLLM sends both as bare strings.
@@ -25,7 +27,7 @@ dialects = st.sampled_from(["vllm", "sglang"])
 
 
 def contents_of(namespace, tokens):
-    """The blocks of a prompt as the twin knows them."""
+    """The blocks of a prompt as the reference implementation knows them."""
     ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
     return [(namespace, tuple(tokens[:end])) for end in ends]
 
@@ -65,7 +67,7 @@ def apply(index, stored):
     records = read_payloads([payload])
     if records is None:
         return index.apply(RANK, codec.decode(payload))
-    applied = Applied()
+    applied = ApplyResult()
     assert index.apply_records(RANK, records, 0, 1000, applied) == 1
     return applied
 
@@ -78,18 +80,18 @@ def apply(index, stored):
     asked=st.tuples(namespaces, prompts),
 )
 def test_every_chunk_lands_in_the_namespace_of_its_request(requests, dialect, asked):
-    index, twin = BlockIndex(BLOCK_SIZE), TwinIndex()
+    index, reference = BlockIndex(BLOCK_SIZE), TwinIndex()
     number = index.add_rank(RANK)
     for namespace, tokens, cuts in requests:
         contents = contents_of(namespace, tokens)
         for parent, part in chunks_of(contents, cuts):
             applied = apply(index, event(dialect, part, parent))
-            assert (applied.num_stored, dict(applied.refused)) == (len(part), {})
-        twin.store(RANK, 0, contents)
+            assert (applied.num_stored, dict(applied.rejected)) == (len(part), {})
+        reference.store(RANK, 0, contents)
     index.check()
     for namespace, tokens in (asked, *(request[:2] for request in requests)):
         hashes = index.hasher.sequence_hashes(as_tokens(tokens), seed_of(namespace))
-        depths, _ = twin.overlap(RANK, contents_of(namespace, tokens), [RANK])
+        depths, _ = reference.overlap(RANK, contents_of(namespace, tokens), [RANK])
         assert index.overlap(hashes, now_s=0.0).depth[number] == depths[3]
 
 
@@ -105,5 +107,5 @@ def test_a_chunk_whose_first_one_was_missed_is_not_put_into_any_namespace(dialec
     index = BlockIndex(BLOCK_SIZE)
     index.add_rank(RANK)
     first, *rest = contents_of(Namespace(salt="x"), [1, 2, 1, 2])
-    assert dict(apply(index, event(dialect, rest, first)).refused) == {"unknown_parent": 1}
+    assert dict(apply(index, event(dialect, rest, first)).rejected) == {"unknown_parent": 1}
     assert len(index) == 0

@@ -91,11 +91,11 @@ def contents(index):
 
 @given(batches)
 def test_as_typed_events(some):
-    index, twin = new_index(), new_index()
+    index, reference = new_index(), new_index()
     for rank, batch in some:
         applied = index.apply_packed(rank, packed.encode(map(as_packed, batch)))
-        assert applied == twin.apply(rank, EventBatch(events=tuple(batch)))
-        assert contents(index) == contents(twin)
+        assert applied == reference.apply(rank, EventBatch(events=tuple(batch)))
+        assert contents(index) == contents(reference)
         index.check()
 
 
@@ -128,7 +128,7 @@ def test_of_a_payload_with_bytes_behind_its_end_nothing_is_done(more):
 def test_a_damaged_byte_is_read_as_the_decoder_reads_it(at, byte):
     """Whatever that is: nothing is done of what the decoder does not read."""
     damaged = PAYLOAD[:at] + bytes([byte]) + PAYLOAD[at + 1 :]
-    index, twin = new_index(), new_index()
+    index, reference = new_index(), new_index()
     try:
         decoded = packed.decode(damaged)
     except DecodeError:
@@ -137,15 +137,15 @@ def test_a_damaged_byte_is_read_as_the_decoder_reads_it(at, byte):
         assert len(index) == 0
         return
     applied = index.apply_packed(A, damaged)
-    one_by_one = [twin.apply_packed(A, packed.encode([event])) for event in decoded]
+    one_by_one = [reference.apply_packed(A, packed.encode([event])) for event in decoded]
     assert applied.num_stored == sum(one.num_stored for one in one_by_one)
-    assert contents(index) == contents(twin)
+    assert contents(index) == contents(reference)
     index.check()
 
 
 @pytest.mark.parametrize("payload", [None, "text", 7, [PAYLOAD]])
 @pytest.mark.parametrize("rank", [A, Rank("unknown")])
-def test_what_is_no_bytes_is_refused(payload, rank):
+def test_what_is_no_bytes_is_rejected(payload, rank):
     with pytest.raises(DecodeError, match="cannot read packed events: "):
         new_index().apply_packed(rank, payload)
 
@@ -159,7 +159,7 @@ def test_events_before_a_clear_are_done_before_it():
 
 def test_names_without_hashes_are_counted():
     applied = new_index().apply_packed(A, packed.encode([packed.PackedStored([1, 2], [7])]))
-    assert applied.refused == {"misaligned": 2}
+    assert applied.rejected == {"misaligned": 2}
 
 
 def test_a_header_of_another_form_is_read():
@@ -192,7 +192,7 @@ def test_a_rank_that_never_stored_clears_nobody_else():
 
 
 def test_a_rank_that_comes_late_keeps_its_names():
-    """Of blocks that another rank of its domain removes; a third one calls blocks otherwise."""
+    """Of blocks that another rank of its hash space removes; a third one calls blocks otherwise."""
     index = BlockIndex(SIZE)
     a, b, other = A, B, Rank("other")
     for rank in (a, b, other):

@@ -6,7 +6,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from kvplug.events import BlockStored, CxlMetadata, CxlState, MoeLabel, Rank, Tier
 from kvplug.hashing import as_tokens
-from tests.index.twinned_index import AppliesRecords, TwinnedIndexMachine
+from tests.index.compared_index import AppliesRecords, TwinnedIndexMachine
 
 RANKS = [Rank("a"), Rank("a", 1), Rank("b")]
 # Three blocks in a row; a content is the tokens up to its end.
@@ -55,13 +55,13 @@ class PooledIndexMachine(TwinnedIndexMachine):
         for rank in [r for r in RANKS if r.worker == worker]:
             if rank in self.present:
                 self.index.remove_worker(worker)
-                self.twin.clear(rank)
+                self.reference.clear(rank)
             else:
                 self.index.add_rank(rank)
             self.present ^= {rank}
 
     @invariant()
-    def equals_the_twin(self):
+    def equals_the_reference(self):
         self.index.check()
         self.index.overlap(self.hashes)  # the next one goes on what this one has found
         overlap = self.index.overlap(self.hashes)
@@ -70,7 +70,7 @@ class PooledIndexMachine(TwinnedIndexMachine):
         for rank in self.present:
             number = self.index.numbers.number_of(rank)
             labels = [self.index.labels.label(number, hash_) for hash_ in self.hashes.tolist()]
-            assert labels == [self.twin.labels.get(rank, {}).get(c) for c in CONTENTS]
+            assert labels == [self.reference.labels.get(rank, {}).get(c) for c in CONTENTS]
 
 
 class RecordedPooledIndexMachine(AppliesRecords, PooledIndexMachine):

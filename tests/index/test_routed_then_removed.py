@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvplug import codec
 from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Rank
 from kvplug.hashing import as_tokens
-from kvplug.index.applied import Applied
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
 
@@ -23,7 +23,7 @@ def apply_batch(index, event):
 
 def apply_record(index, event):
     records = read_payloads([codec.encode(EventBatch(events=(event,)))])
-    assert index.apply_records(RANKS[0], records, 0, 10**6, Applied()) == 1
+    assert index.apply_records(RANKS[0], records, 0, 10**6, ApplyResult()) == 1
 
 
 ways = st.sampled_from([apply_batch, apply_record])

@@ -41,7 +41,7 @@ steps = st.lists(
 
 
 def seeded(number, name):
-    """The last rank's engine has another hash seed, and so a domain of its own."""
+    """The last rank's engine has another hash seed, and so a hash space of its own."""
     return name ^ 1 if number == 3 and name is not None else name
 
 
@@ -70,7 +70,7 @@ def everything(index):
         if rank is not None
         for tier in (Tier.DEVICE, Tier.HOST)
     }
-    return held, index.numbers.ranks, index.worth.tolist(), len(index.domains), len(index)
+    return held, index.numbers.ranks, index.confidence.tolist(), len(index.hash_spaces), len(index)
 
 
 @settings(max_examples=30)
@@ -81,7 +81,7 @@ def test_a_restored_index_is_the_same_and_goes_on_alike(tmp_path_factory, before
     for step in before:
         apply(index, step)
     for rank in [rank for rank in index.numbers.ranks if rank][:1]:
-        index.set_worth(rank, 0.25)
+        index.set_confidence(rank, 0.25)
     snapshot.save(index, path)
     restored = snapshot.restore(path)
     assert everything(restored) == everything(index)
@@ -91,7 +91,10 @@ def test_a_restored_index_is_the_same_and_goes_on_alike(tmp_path_factory, before
         restored.check()
     assert everything(restored) == everything(index)
     hashes = index.hasher.sequence_hashes(as_tokens((1, 2, 3, 1)))
-    assert restored.overlap(hashes).reach.tolist() == index.overlap(hashes).reach.tolist()
+    assert (
+        restored.overlap(hashes).prefix_lengths.tolist()
+        == index.overlap(hashes).prefix_lengths.tolist()
+    )
 
 
 def test_pools_and_labels_are_in_a_snapshot(tmp_path):
@@ -170,8 +173,8 @@ BROKEN = {
     "a free run": lambda arrays, _: arrays["runs"].__setitem__(8 * 200 + 1, 10**6),
     "an invariant": lambda arrays, _: arrays["runs"].__setitem__(8 + 2, 1),
     "ranks": lambda _, settings: settings.__setitem__("ranks", settings["ranks"][:1]),
-    "domains": lambda _, settings: settings.__setitem__("domains", [[], []]),
-    "a common domain": lambda _, settings: settings.__setitem__("common", 9),
+    "hash spaces": lambda _, settings: settings.__setitem__("hash spaces", [[], []]),
+    "a common hash space": lambda _, settings: settings.__setitem__("common", 9),
     "a block size": lambda _, settings: settings.__setitem__("block_size", 0),
     "a setting": lambda _, settings: settings.__setitem__("more", 1),
     "a type": lambda _, settings: settings.__setitem__("worth", "much"),
@@ -179,14 +182,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_file_that_is_whole_but_not_sound_is_refused(saved, what):
+def test_a_file_that_is_whole_but_not_sound_is_rejected(saved, what):
     _, path = saved
     rewritten(path, BROKEN[what])
     with pytest.raises(SnapshotError, match="cannot restore an index"):
         snapshot.restore(path)
 
 
-def test_a_truncated_file_is_refused_and_the_index_goes_on(saved):
+def test_a_truncated_file_is_rejected_and_the_index_goes_on(saved):
     index, path = saved
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])

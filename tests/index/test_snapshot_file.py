@@ -61,7 +61,7 @@ def image(path):
     return path.read_bytes()
 
 
-def refusal(path, image):
+def reason_for(path, image):
     """Why these bytes are refused."""
     path.write_bytes(image)
     with pytest.raises(SnapshotError) as caught:
@@ -139,14 +139,14 @@ def test_only_the_owner_may_read_the_file(path, image):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_file_cut_off_at_any_byte_is_refused(path, image):
+def test_a_file_cut_off_at_any_byte_is_rejected(path, image):
     for size in range(len(image)):
-        refusal(path, image[:size])
+        reason_for(path, image[:size])
 
 
-def test_a_file_with_more_behind_is_refused(path, image):
-    assert "bytes of arrays, the file has" in refusal(path, image + b"\0")
-    assert "bytes of arrays, the file has" in refusal(path, image + bytes(64))
+def test_a_file_with_more_behind_is_rejected(path, image):
+    assert "bytes of arrays, the file has" in reason_for(path, image + b"\0")
+    assert "bytes of arrays, the file has" in reason_for(path, image + bytes(64))
 
 
 def test_any_flipped_bit_is_found(path, image):
@@ -163,9 +163,9 @@ def test_any_flipped_bit_is_found(path, image):
 
 def test_what_is_damaged_is_named(path, image):
     at = image.index(small()["hashes"].tobytes())
-    assert "'hashes' is damaged" in refusal(path, image[:at] + b"\7" + image[at + 1 :])
-    assert "header is damaged" in refusal(path, image[:40] + b"\7" + image[41:])
-    assert "zeros behind 'flags'" in refusal(path, image[:-1] + b"\7")
+    assert "'hashes' is damaged" in reason_for(path, image[:at] + b"\7" + image[at + 1 :])
+    assert "header is damaged" in reason_for(path, image[:40] + b"\7" + image[41:])
+    assert "zeros behind 'flags'" in reason_for(path, image[:-1] + b"\7")
 
 
 def test_a_newer_minor_version_is_read(path):
@@ -177,36 +177,36 @@ def test_a_newer_minor_version_is_read(path):
     assert found.format_version == (1, 7)
 
 
-def test_a_newer_major_version_is_refused_by_name(path):
-    assert "expected format 1.x, got the newer format 2.3" in refusal(
+def test_a_newer_major_version_is_rejected_by_name(path):
+    assert "expected format 1.x, got the newer format 2.3" in reason_for(
         path, forged(b"of any form", major=2, minor=3)
     )
-    assert "the unknown format 0.9" in refusal(path, forged(header(), major=0, minor=9))
+    assert "the unknown format 0.9" in reason_for(path, forged(header(), major=0, minor=9))
 
 
-def test_other_byte_orders_are_refused(path):
+def test_other_byte_orders_are_rejected(path):
     for byte_order in (0x04030201, 0x02010403, 0):
-        reason = refusal(path, forged(header(), byte_order=byte_order))
+        reason = reason_for(path, forged(header(), byte_order=byte_order))
         assert "expected the byte order 04030201 (little-endian)" in reason
 
 
 @pytest.mark.parametrize(
     "image", [b"", b"hello, I am text\n" * 10, b"\x89PNG\r\n\x1a\n" + bytes(100), bytes(4096)]
 )
-def test_foreign_files_are_refused(path, image):
-    reason = refusal(path, image)
+def test_foreign_files_are_rejected(path, image):
+    reason = reason_for(path, image)
     assert "expected a kvplug snapshot" in reason
     assert repr(image[:8]) in reason
 
 
 @pytest.mark.parametrize("nbytes", [2**20, 2**40, 2**64 - 32, 2**64 - 1, 0, 33])
-def test_absurd_sizes_of_the_header_are_refused(path, nbytes):
-    refusal(path, forged(header(), header_nbytes=nbytes))
+def test_absurd_sizes_of_the_header_are_rejected(path, nbytes):
+    reason_for(path, forged(header(), header_nbytes=nbytes))
 
 
 @pytest.mark.parametrize("length", [-1, 1, 2**40, 2**61, 2**63, 2**200, 10**4000, 1.5, "3"])
-def test_absurd_lengths_are_refused(path, length):
-    refusal(path, forged(header(entry(dtype="uint64", length=length))))
+def test_absurd_lengths_are_rejected(path, length):
+    reason_for(path, forged(header(entry(dtype="uint64", length=length))))
 
 
 odd_values = st.one_of(
@@ -224,7 +224,7 @@ odd_entries = st.fixed_dictionaries(
 
 
 @given(entries=st.lists(odd_entries, max_size=3), data=st.binary(max_size=3), settings=odd_values)
-def test_headers_with_right_checksums_are_read_or_refused(
+def test_headers_with_right_checksums_are_read_or_rejected(
     tmp_path_factory, entries, data, settings
 ):
     path = tmp_path_factory.mktemp("snapshot") / "index.kvplug"
@@ -234,34 +234,36 @@ def test_headers_with_right_checksums_are_read_or_refused(
 
 
 @pytest.mark.parametrize("offset", [-64, 64, 1, 2**64])
-def test_arrays_elsewhere_than_behind_each_other_are_refused(path, offset):
-    refusal(path, forged(header(entry("a", length=1, offset=offset, data=b"x")), b"x" + bytes(63)))
+def test_arrays_elsewhere_than_behind_each_other_are_rejected(path, offset):
+    reason_for(
+        path, forged(header(entry("a", length=1, offset=offset, data=b"x")), b"x" + bytes(63))
+    )
 
 
-def test_arrays_that_share_bytes_are_refused(path):
+def test_arrays_that_share_bytes_are_rejected(path):
     both = [entry("a", length=1, data=b"x"), entry("b", length=1, data=b"x")]
-    assert "expected 'b' at offset 64, got 0" in refusal(
+    assert "expected 'b' at offset 64, got 0" in reason_for(
         path, forged(header(*both), b"x" + bytes(63))
     )
 
 
-def test_a_name_twice_is_refused(path):
-    assert "expected each array once, got 'a' twice" in refusal(
+def test_a_name_twice_is_rejected(path):
+    assert "expected each array once, got 'a' twice" in reason_for(
         path, forged(header(entry("a"), entry("a")))
     )
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a/b", "a b", "a\0", "a\n", "1a", "ä", "a" * 129, 7])
-def test_unsafe_names_are_refused_both_ways(path, name):
-    refusal(path, forged(header(entry(name))))
+def test_unsafe_names_are_rejected_both_ways(path, name):
+    reason_for(path, forged(header(entry(name))))
     path.unlink()
     with pytest.raises(SnapshotError, match="name must be"):
         snapshot_file.write(path, {name: np.zeros(1, np.uint8)}, {})
 
 
 @pytest.mark.parametrize("dtype", ["object", "uint16", "<u8", "O", "bool", ""])
-def test_unknown_dtypes_are_refused(path, dtype):
-    assert f"got dtype {dtype!r}" in refusal(path, forged(header(entry(dtype=dtype))))
+def test_unknown_dtypes_are_rejected(path, dtype):
+    assert f"got dtype {dtype!r}" in reason_for(path, forged(header(entry(dtype=dtype))))
 
 
 @pytest.mark.parametrize(
@@ -276,8 +278,8 @@ def test_unknown_dtypes_are_refused(path, dtype):
     ],
     ids=["nothing", "list", "cut off", "no text", "no settings", "deep"],
 )
-def test_other_headers_are_refused(path, raw):
-    assert "expected a header of format 1.x" in refusal(path, forged(raw))
+def test_other_headers_are_rejected(path, raw):
+    assert "expected a header of format 1.x" in reason_for(path, forged(raw))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import zmq
 from kvplug import codec
 from kvplug.events import BlockStored, EventBatch
 from kvplug.transports.base import Message
-from tests.plugs.stock_client import wait_until
+from tests.plugins.stock_client import wait_until
 
 TOPIC = b"kv@pod@model"
 

@@ -111,7 +111,7 @@ async def test_unfollow_closes_the_subscription(router, events, publishers):
 
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "tcp://", "tcp://127.0.0.1:notaport"])
-def test_an_endpoint_that_is_none_is_refused_by_name(router, events, endpoint):
+def test_an_endpoint_that_is_none_is_rejected_by_name(router, events, endpoint):
     with pytest.raises(TransportError, match="expected an endpoint like tcp://"):
         events.follow(Follower(router, Rank("w0")), endpoint)
 
@@ -217,11 +217,11 @@ async def test_more_engines_than_zmq_has_sockets_by_default(router, events):
         await until(lambda: followers[-1].num_stored == 1, "the last one hears it, too")
 
 
-def test_calls_without_a_running_thread_are_refused_by_name(router):
+def test_calls_without_a_running_thread_are_rejected_by_name(router):
     with pytest.raises(TransportError, match="expected a call after start"):
         EventThread().bind("tcp://127.0.0.1:*")
 
 
-def test_a_scheme_without_a_transport_is_refused_by_name(router, events):
+def test_a_scheme_without_a_transport_is_rejected_by_name(router, events):
     with pytest.raises(TransportError, match="one of the schemes ipc://, tcp://"):
         events.follow(Follower(router, Rank("w0")), "carrier-pigeon://roof")

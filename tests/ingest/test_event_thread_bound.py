@@ -87,8 +87,8 @@ def blocks_of(router, worker):
         return router.index.engine_hashes_of(Rank(worker)).tolist()
 
 
-def worth_of(router, worker):
-    return router.fleet_index.worth_of(Rank(worker))
+def confidence_of(router, worker):
+    return router.fleet_index.confidence_of(Rank(worker))
 
 
 async def test_engines_on_one_socket_are_followed_apart(router, publishers):
@@ -146,12 +146,12 @@ async def test_the_topic_narrows_what_is_received(router, connect, events):
 
 async def test_the_confidence_in_a_stale_worker_follows_the_audit(router, connect, events):
     endpoint, accuracy = events.bind("tcp://127.0.0.1:*"), [0.5]
-    follower = Follower(router, Rank("w0"), stale_worth=lambda: accuracy[0])
+    follower = Follower(router, Rank("w0"), stale_confidence=lambda: accuracy[0])
     events.follow_topic(follower, Topic("pod-0", "m"))
     connect(endpoint, "pod-0").send(17, stored(1))
-    await until(lambda: worth_of(router, "w0") == 0.5, "it joined late")
+    await until(lambda: confidence_of(router, "w0") == 0.5, "it joined late")
     accuracy[0] = 0.95
-    await until(lambda: worth_of(router, "w0") == 0.95, "the router is told again")
+    await until(lambda: confidence_of(router, "w0") == 0.95, "the router is told again")
 
 
 async def test_a_shared_endpoint_that_fails_is_bound_again(
@@ -193,7 +193,7 @@ def test_a_topic_belongs_to_one_worker(events, followers):
         events.follow_topic(followers[1], Topic("pod-0"))
 
 
-def test_an_endpoint_that_is_taken_is_refused(endpoint):
+def test_an_endpoint_that_is_taken_is_rejected(endpoint):
     other = EventThread()
     other.start()
     with pytest.raises(TransportError, match=r"cannot bind .*Address already in use"):

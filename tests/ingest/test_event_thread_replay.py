@@ -101,7 +101,7 @@ async def test_what_the_buffer_no_longer_has_is_named(router, follower, events, 
     reason = "5 event messages are gone from the engine's replay buffer"
     await until(lambda: follower.trust.reason == reason, "the loss is named")
     assert follower.trust.level is Trust.STALE
-    assert "buffer_steps" in follower.trust.cure
+    assert "buffer_steps" in follower.trust.fix
 
 
 async def test_a_gap_that_begins_where_the_buffer_begins_is_filled(
@@ -140,7 +140,7 @@ async def test_events_arrive_though_nobody_replays(router, follower, events, pub
     await until(lambda: follower.trust.level is Trust.STALE, "what is missing is named")
 
 
-def test_a_replay_endpoint_that_is_none_is_refused(follower, events, publisher):
+def test_a_replay_endpoint_that_is_none_is_rejected(follower, events, publisher):
     with pytest.raises(TransportError, match="nonsense"):
         events.follow(follower, publisher.endpoint, replay="nonsense")
 

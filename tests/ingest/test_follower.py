@@ -161,7 +161,7 @@ def test_a_message_that_is_no_batch_leaves_the_rank_incomplete(router, follower,
     assert caplog.text.count("check that the endpoint is an event publisher") == 1
 
 
-def test_a_wrong_block_size_is_named_with_the_cure(follower, caplog):
+def test_a_wrong_block_size_is_named_with_the_fix(follower, caplog):
     follower.receive([message(0, stored(1, block_size=8))])
     assert follower.skipped == {"block_size": 1}
     assert "start the router with the engine's --block-size" in caplog.text

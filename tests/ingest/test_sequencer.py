@@ -10,7 +10,7 @@ from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust
 from kvplug.transports.base import Message
-from tests.ingest.test_sequencer_machine import Applied
+from tests.ingest.test_sequencer_machine import ApplyResult
 
 
 def payload(number, life=0):
@@ -23,7 +23,7 @@ def live(*numbers, life=0):
 
 @pytest.fixture
 def sink():
-    return Applied()
+    return ApplyResult()
 
 
 class Clock:
@@ -312,7 +312,7 @@ def test_empty_messages_are_bounded_too(sequencer):
     assert len(sequencer._pending) <= 51
 
 
-class OneEffect(Applied):
+class OneEffect(ApplyResult):
     """A sink on which every message has the effect that the test has chosen."""
 
     effect = Effect()

@@ -28,7 +28,7 @@ SETTINGS = ReplaySettings(max_tries=3, pause_s=30.0)
 
 
 @dataclass
-class Applied:
+class ApplyResult:
     """The sink: all that is known of the engine, as a list of payloads since the last clear."""
 
     payloads: list = field(default_factory=list)
@@ -82,7 +82,7 @@ class SequencerMachine(RuleBasedStateMachine):
 
     @initialize(buffer_size=st.sampled_from([3, 1000]), published=st.integers(0, 5))
     def start(self, buffer_size, published):
-        self.now_s, self.engine, self.sink = 0.0, Engine(buffer_size), Applied()
+        self.now_s, self.engine, self.sink = 0.0, Engine(buffer_size), ApplyResult()
         self.sequencer = Sequencer("w", self.sink, clock=lambda: self.now_s, settings=SETTINGS)
         self.sequencer.can_replay = self.can_replay
         for _ in range(published):
@@ -197,7 +197,7 @@ class SequencerMachine(RuleBasedStateMachine):
             assert self.sink.payloads == self.engine.held
         else:
             assert state.reason
-            assert state.cure
+            assert state.fix
             assert self.engine.buffer_size == 3 or not self.can_replay, state
         held = self.engine.held
         assert self.sink.payloads == held[len(held) - len(self.sink.payloads) :]

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.kernels import costing
-from tests.kernels import twins
+from tests.kernels import references
 
 loads = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 50), st.integers(0, 10)),
     max_size=6,
 )
-NAMES = twins.RANK_COLUMNS
+NAMES = references.RANK_COLUMNS
 TRAFFIC = (
     *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
     *("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity"),
@@ -39,7 +39,7 @@ def test_the_cost_in_blocks_is_the_formula(prompt_blocks, num_full_blocks, weigh
         np.array(prefill, dtype=float), np.array(active, dtype=float),
         np.array(active_depth, dtype=np.int64), out,
     )  # fmt: skip
-    expected = twins.blocks_cost(
+    expected = references.blocks_cost(
         prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth
     )
     np.testing.assert_allclose(out, expected)
@@ -79,8 +79,8 @@ def test_the_cost_in_ms_is_the_formula(ranks, traffic, now_ms, num_tokens, size,
     blocks = st.integers(0, num_tokens // size)
     found = [(*sorted(data.draw(st.tuples(blocks, blocks)))[::-1], 3.5) for _ in ranks]
     waits, own, cost = fleet_costs(ranks, traffic, now_ms, num_tokens, size, answer, found)
-    expected = twins.fleet_costs(ranks, traffic, now_ms, num_tokens, size, answer, found)
-    np.testing.assert_allclose(waits, twins.waits_ms(ranks, now_ms), atol=1e-9)
+    expected = references.fleet_costs(ranks, traffic, now_ms, num_tokens, size, answer, found)
+    np.testing.assert_allclose(waits, references.waits_ms(ranks, now_ms), atol=1e-9)
     np.testing.assert_allclose(np.stack([own, cost], axis=1), expected, rtol=1e-9, atol=1e-9)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.kernels import expiring as kernels
-from tests.index.expiring_twin import TwinExpiring
+from tests.index.expiring_reference import ReferenceExpiring
 
 NUM_RANKS = 4
 block_lists = st.lists(st.integers(1, 2**64 - 1), min_size=1, max_size=8, unique=True)
@@ -34,14 +34,14 @@ def test_marks_are_splitmix64():
     st.floats(0, 8),
 )
 def test_depths_move_on_over_what_is_live(inserted, prompt, starts, now_s):
-    blocks, twin = ExpiringBlocks(2.0), TwinExpiring(2.0, 10**6, 64)
+    blocks, reference = ExpiringBlocks(2.0), ReferenceExpiring(2.0, 10**6, 64)
     for rank, end, at_s in sorted(inserted, key=lambda each: each[2]):
         blocks.insert(rank, u64(prompt[:end]), at_s)
-        twin.insert(rank, prompt[:end], at_s)
+        reference.insert(rank, prompt[:end], at_s)
     depths = np.array(starts, dtype=np.int64)
     kernels.extend_depths(*blocks.query_arrays, now_s, u64(prompt), depths)
     assert depths.tolist() == [
-        twin.depth(rank, prompt, start, now_s) for rank, start in enumerate(starts)
+        reference.depth(rank, prompt, start, now_s) for rank, start in enumerate(starts)
     ]
 
 

@@ -10,7 +10,7 @@ from kvplug.router.cache_forecast import CacheForecast
 NUM_RANKS = 3
 
 
-class Reference:
+class ReferenceForecast:
     """Chunks in order of use, as an OrderedDict from (first block of the chunk) to blocks."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ steps = st.lists(
 
 @given(steps, prompts, st.integers(0, NUM_RANKS - 1))
 def test_a_cache_holds_what_was_used_last(steps, asked, forgotten):
-    forecast, references = CacheForecast(), [Reference() for _ in range(NUM_RANKS)]
+    forecast, references = CacheForecast(), [ReferenceForecast() for _ in range(NUM_RANKS)]
     asked = np.array(asked, dtype=np.uint64)
     for rank, prompt, num_new, capacity in steps:
         forecast.use(rank, np.array(prompt, dtype=np.uint64), num_new, capacity)

@@ -9,8 +9,8 @@ ARRAYS = writes(u8), writes(u8), writes(u4), writes(i8)
 
 
 @kernel(b1(writes(u8), writes(i8), i8, i8))
-def has_room(meta, header, holder, num_changes):
-    return holders.has_room(meta, header, holder, num_changes)
+def has_room(meta, header, holder, version):
+    return holders.has_room(meta, header, holder, version)
 
 
 @kernel(i8(*ARRAYS, i8, i8))
@@ -62,23 +62,23 @@ class Sets:
         self.of_run[run] = new
 
 
-def toggle_all(sets, twin, operations):
+def toggle_all(sets, reference, operations):
     with np.errstate(over="ignore"):
         for holder, changed in operations:
             for run in changed:
                 sets.toggle(run, holder)
-                twin[run] = twin[run] ^ {holder}
+                reference[run] = reference[run] ^ {holder}
 
 
 @given(steps)
 def test_interned_sets_are_sets(operations):
-    sets, twin = Sets(), [frozenset() for _ in range(NUM_RUNS)]
+    sets, reference = Sets(), [frozenset() for _ in range(NUM_RUNS)]
     for operation in operations:
-        toggle_all(sets, twin, [operation])
-        assert [sets.members(s) for s in sets.of_run] == twin
+        toggle_all(sets, reference, [operation])
+        assert [sets.members(s) for s in sets.of_run] == reference
         # Equal sets have equal numbers: what makes matching a comparison of two integers.
-        assert len(set(sets.of_run)) == len(set(twin))
-        assert sets.header[holders.NUM_LIVE] == len(set(twin) - {frozenset()})
+        assert len(set(sets.of_run)) == len(set(reference))
+        assert sets.header[holders.NUM_LIVE] == len(set(reference) - {frozenset()})
         assert np.count_nonzero(sets.intern) == sets.header[holders.NUM_LIVE]
         for set_id in set(sets.of_run) - {0}:
             assert sets.meta[2 * set_id + 1] == sets.of_run.count(set_id)
@@ -86,11 +86,11 @@ def test_interned_sets_are_sets(operations):
 
 @given(steps)
 def test_sets_are_found_again_after_reinterning(operations):
-    sets, twin = Sets(), [frozenset() for _ in range(NUM_RUNS)]
-    toggle_all(sets, twin, operations)
+    sets, reference = Sets(), [frozenset() for _ in range(NUM_RUNS)]
+    toggle_all(sets, reference, operations)
     sets.intern = np.zeros(80, dtype=np.uint32)
     holders.reintern(WORDS, NUM_SETS, sets.meta, sets.intern)
     live_before = sets.header[holders.NUM_LIVE]
-    toggle_all(sets, twin, [(7, range(NUM_RUNS)), (7, range(NUM_RUNS))])
-    assert [sets.members(s) for s in sets.of_run] == twin
+    toggle_all(sets, reference, [(7, range(NUM_RUNS)), (7, range(NUM_RUNS))])
+    assert [sets.members(s) for s in sets.of_run] == reference
     assert sets.header[holders.NUM_LIVE] == live_before

@@ -21,7 +21,7 @@ def test_read_only_inputs_are_taken():
 
 
 @pytest.mark.skipif(not COMPILED, reason="plain Python takes any array")
-def test_a_wrong_dtype_is_refused():
+def test_a_wrong_dtype_is_rejected():
     slots, out = np.zeros(32, dtype=np.uint64), np.empty(1, dtype=np.uint64)
     with pytest.raises(TypeError):
         table.find_many(slots, np.zeros(1, dtype=np.int64), out)
@@ -39,8 +39,8 @@ def test_without_a_cache_directory_kernels_compile_in_memory():
     assert (run.returncode, run.stdout.strip()) == (0, "0"), run.stderr
 
 
-@pytest.mark.skipif(not COMPILED, reason="there is only the twin")
-def test_the_wide_multiplication_equals_its_twin():
+@pytest.mark.skipif(not COMPILED, reason="there is only the reference implementation")
+def test_the_wide_multiplication_equals_its_reference():
     import numba
 
     compiled = numba.njit(lambda a, b: fold_multiply(a, b))

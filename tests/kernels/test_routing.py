@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvplug import BlockRemoved, BlockStored, EngineModel, EventBatch, Rank, Router, RouterConfig
 from kvplug.events import Tier
 from kvplug.kernels.forecast import CHUNK
-from tests.kernels import twins
-from tests.kernels.test_forecast import Reference
+from tests.kernels import references
+from tests.kernels.test_forecast import ReferenceForecast
 
 WORKERS = ("a", "b", "c")
 SIZE = 2
@@ -56,19 +56,19 @@ capacities = st.tuples(*(st.sampled_from([0, 6, 20, 100]) for _ in WORKERS))
 models = [EngineModel(token_ms=t, attention_ms=t / 50, context_ms=0.01) for t in (0.5, 1.0, 4.0)]
 
 
-class Twin:
+class ReferenceRouter:
     """What the router knows besides its index and its load, and how it decides by that."""
 
     def __init__(self, router, config):
         self.router, self.config = router, config
-        self.forecasts = [Reference() for _ in WORKERS]
+        self.forecasts = [ReferenceForecast() for _ in WORKERS]
         self.popular, self.num_routed = {}, 0
         self.live = defaultdict(list)  # rank number: prompts
 
     @property
     def ranks(self):
         rows = self.router.load.ranks.tolist()
-        return [dict(zip(twins.RANK_COLUMNS, row, strict=True)) for row in rows]
+        return [dict(zip(references.RANK_COLUMNS, row, strict=True)) for row in rows]
 
     def costs(self, tokens, hashes, traffic, now_ms, max_tokens):
         """[cost], [(found, on device, loading ms)] of each rank."""
@@ -76,20 +76,20 @@ class Twin:
         answer = math.inf if max_tokens is None else max_tokens
         found = self.found(hashes, ranks, traffic)
         request = ranks, traffic, now_ms, len(tokens), SIZE, answer
-        times = twins.fleet_costs(*request, found)
+        times = references.fleet_costs(*request, found)
         costs = [fleet for _, fleet in times]
         if self.config.cost == "ms":
             best = min(costs)
             best_at = costs.index(best)
             if self.is_popular(hashes, found, found[best_at][0]):
                 copy = [(found[best_at][0], found[best_at][0], 0.0)] * len(ranks)
-                for r, (_, cheap) in enumerate(twins.fleet_costs(*request, copy)):
+                for r, (_, cheap) in enumerate(references.fleet_costs(*request, copy)):
                     could_win = SHARE_OF_POPULAR * costs[r] < best
                     if found[r][0] < found[best_at][0] and could_win:
                         costs[r] = cheap + SHARE_OF_POPULAR * (costs[r] - cheap)
         else:
             overlap = self.router.index.overlap(hashes, now_ms / 1e3)
-            costs = twins.blocks_cost(
+            costs = references.blocks_cost(
                 len(tokens) / SIZE, num_blocks, 1.0, overlap.credit,
                 [r["prefill_tokens"] / SIZE for r in ranks],
                 [r["active_blocks"] for r in ranks],
@@ -190,8 +190,8 @@ def tell(router, step, worker, what):
 
 
 def traffic_of(router):
-    section = router.fleet_index.sections[0]
-    arrays = router._decider._arrays_of(section)
+    group = router.fleet_index.groups[0]
+    arrays = router._decider._arrays_of(group)
     names = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
     names += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
     return dict(zip(names, arrays.traffic.tolist(), strict=False))
@@ -202,40 +202,40 @@ def test_a_choice_is_what_the_steps_one_by_one_come_to(settings, capacities, ste
     config = RouterConfig(block_size=SIZE, speculative_ttl_s=0.0, **settings)
     clock = Clock()
     router = make_router(config, capacities, clock, seed)
-    twin, live = Twin(router, config), []
+    reference, live = ReferenceRouter(router, config), []
     for step, first, second in steps:
         if step == "wait":
             clock.now_s += first
         elif step in ("store", "remove"):
             tell(router, step, first, second)
         elif step == "route":
-            live.append(route_and_compare(router, twin, first, second, 1e3 * clock.now_s))
+            live.append(route_and_compare(router, reference, first, second, 1e3 * clock.now_s))
         elif live and step == "first_token":
             router.first_token(live[first % len(live)][0])
         elif live:
             request_id, number, hashes = live.pop(first % len(live))
             router.finish(request_id, second)
-            twin.live[number].remove(hashes)
+            reference.live[number].remove(hashes)
     router.index.check()
 
 
-def route_and_compare(router, twin, tokens, max_tokens, now_ms):
+def route_and_compare(router, reference, tokens, max_tokens, now_ms):
     hashes = router.index.hasher.sequence_hashes(np.array(tokens, dtype=np.uint32))
-    traffic, twin.before = traffic_of(router), twin.ranks
-    costs, found = twin.costs(tokens, hashes, traffic, now_ms, max_tokens)
+    traffic, reference.before = traffic_of(router), reference.ranks
+    costs, found = reference.costs(tokens, hashes, traffic, now_ms, max_tokens)
     decision = router.route(tokens, max_tokens=max_tokens)
     number = WORKERS.index(decision.rank.worker)
     assert decision.cost == pytest.approx(costs[number], rel=1e-9, abs=1e-9)
     assert costs[number] <= min(costs) * (1 + 1e-9) + 1e-9
-    twin.routed(number, hashes, found, traffic, max_tokens)
-    require_noted(traffic, traffic_of(router), twin, number, len(tokens), found, now_ms)
-    require_waits_noted(twin, traffic["work_ms"], now_ms)
+    reference.routed(number, hashes, found, traffic, max_tokens)
+    require_noted(traffic, traffic_of(router), reference, number, len(tokens), found, now_ms)
+    require_waits_noted(reference, traffic["work_ms"], now_ms)
     return decision.request_id, number, hashes.tolist()
 
 
-def require_noted(before, after, twin, number, num_tokens, found, now_ms):
+def require_noted(before, after, reference, number, num_tokens, found, now_ms):
     """The means have moved on."""
-    rank, num_blocks = twin.before[number], num_tokens // SIZE
+    rank, num_blocks = reference.before[number], num_tokens // SIZE
     cached = max(0, min(found[number][0] * SIZE, num_tokens - 1))
     new = num_tokens - cached
     pairs = new * (cached + new / 2)
@@ -257,11 +257,11 @@ def require_noted(before, after, twin, number, num_tokens, found, now_ms):
     assert {name: after[name] for name in expected} == pytest.approx(expected)
 
 
-def require_waits_noted(twin, work_ms, now_ms):
+def require_waits_noted(reference, work_ms, now_ms):
     """Of each rank, whoever got the request."""
-    waits = twins.waits_ms(twin.before, now_ms)
-    expected = twins.next_usual_waits_ms(twin.before, now_ms, waits, work_ms)
-    assert [rank["usual_wait_ms"] for rank in twin.ranks] == pytest.approx(expected)
+    waits = references.waits_ms(reference.before, now_ms)
+    expected = references.next_usual_waits_ms(reference.before, now_ms, waits, work_ms)
+    assert [rank["usual_wait_ms"] for rank in reference.ranks] == pytest.approx(expected)
 
 
 def drawn(router, num_draws=600):

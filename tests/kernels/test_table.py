@@ -36,14 +36,14 @@ def find_all(slots, asked):
     return out.tolist()
 
 
-def apply(slots, twin, name, argument):
+def apply(slots, reference, name, argument):
     if name == "put":
         table.put_many(slots, u64(k for k, _ in argument), u64(v for _, v in argument))
-        twin.update(argument)
+        reference.update(argument)
     elif name == "erase":
-        assert table.erase_many(slots, u64(argument)) == len(set(argument) & twin.keys())
+        assert table.erase_many(slots, u64(argument)) == len(set(argument) & reference.keys())
         for key in argument:
-            twin.pop(key, None)
+            reference.pop(key, None)
     else:
         bigger = new_slots(argument)
         table.rehash(slots, bigger)
@@ -53,13 +53,13 @@ def apply(slots, twin, name, argument):
 
 @given(operations, st.lists(keys, max_size=10))
 def test_a_table_is_a_dict(steps, asked):
-    slots, twin = new_slots(44), {}
+    slots, reference = new_slots(44), {}
     for name, argument in steps:
-        slots = apply(slots, twin, name, argument)
-        assert contents(slots) == twin
-        assert find_all(slots, list(twin)) == list(twin.values())
-        assert table.count_reachable(slots) == int(slots[-2]) == len(twin)
-    assert find_all(slots, asked) == [twin.get(key, 0) for key in asked]
+        slots = apply(slots, reference, name, argument)
+        assert contents(slots) == reference
+        assert find_all(slots, list(reference)) == list(reference.values())
+        assert table.count_reachable(slots) == int(slots[-2]) == len(reference)
+    assert find_all(slots, asked) == [reference.get(key, 0) for key in asked]
 
 
 def test_an_entry_that_is_not_found_is_counted():

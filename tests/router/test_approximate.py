@@ -124,7 +124,7 @@ def test_without_a_block_size_it_is_16():
 
 
 @pytest.mark.parametrize("kind", [Router, AuditedRouter])
-def test_events_are_refused(kind):
+def test_events_are_rejected(kind):
     router = kind(RouterConfig(block_size=4, use_kv_events=False), random_=random.Random(0))
     router.add_worker("a")
     batch = EventBatch(events=(STORED,))

@@ -20,11 +20,11 @@ def test_the_index_of_a_router_is_bounded():
     for chain in range(10):
         store(router, "ab"[chain % 2], chain)
     assert len(router.index) <= 50
-    assert router.index.room.lost.num_blocks >= 150
+    assert router.index.capacity_guard.stats.num_blocks >= 150
     decision = router.route(range(9000, 9020))
     assert (decision.rank, decision.overlap_blocks) == (Rank("b"), 20)
 
 
-def test_senseless_bounds_are_refused():
+def test_senseless_bounds_are_rejected():
     with pytest.raises(ConfigError, match="max_blocks"):
         RouterConfig(max_index_blocks=0)

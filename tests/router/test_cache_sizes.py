@@ -126,7 +126,7 @@ def test_an_engine_that_is_set_otherwise_or_starts_over_is_believed_again(router
 
 def test_what_is_not_all_known_says_nothing_of_a_capacity(router):
     router.set_cache_capacity(A, 100)
-    router.set_worth(A, 0.5)  # there may be blocks of which no event came
+    router.set_confidence(A, 0.5)  # there may be blocks of which no event came
     for first in (0, 50, 100):
         evict(router, first, 50)
     assert known(router, A) == (0, 100, "given")
@@ -161,7 +161,7 @@ def test_an_engine_that_evicts_when_it_is_nearly_full_is_believed(router):
 
 
 def test_a_rank_of_which_nobody_tells_is_empty_until_something_is_sent(router):
-    router.set_worth(A, 0.0)
+    router.set_confidence(A, 0.0)
     resident = router.load.ranks[:, costing.RESIDENT_BLOCKS]
     requests = [router.route(range(10), workers=[worker]).request_id for worker in "ab"]
     assert resident.tolist() == [0, 0]
@@ -169,7 +169,7 @@ def test_a_rank_of_which_nobody_tells_is_empty_until_something_is_sent(router):
         router.first_token(request_id)
     assert resident.tolist() == [costing.UNKNOWN_BLOCKS, 0]
     store(router, A, range(10))
-    router.set_worth(A, 0.5)
+    router.set_confidence(A, 0.5)
     assert known(router, A) == (10, 0, "unknown")
 
 

@@ -45,27 +45,27 @@ EXPECTED = {
     "itl_slo_ms": "a number above 0, or None",
     "temperature": "a finite number of at least 0",
     "speculative_ttl_s": "a finite number of at least 0",
-    "stale_worth": "a number in [0, 1]",
+    "stale_confidence": "a number in [0, 1]",
     "request_expiry_s": "a finite number above 0",
     "approximate_ttl_s": "a finite number above 0",
 }
 
 
-def require_refusal(name, value, sentence):
-    with pytest.raises(ConfigError) as refused:
+def require_reason(name, value, sentence):
+    with pytest.raises(ConfigError) as rejected:
         RouterConfig(**{name: value})
-    assert str(refused.value) == sentence
+    assert str(rejected.value) == sentence
 
 
 @pytest.mark.parametrize(("name", "expected"), EXPECTED.items())
 @pytest.mark.parametrize(("value", "shown"), NO_NUMBERS)
-def test_what_is_no_number_is_refused_with_what_is_one(name, expected, value, shown):
-    require_refusal(name, value, f"{name} must be {expected}, got {shown}")
+def test_what_is_no_number_is_rejected_with_what_is_one(name, expected, value, shown):
+    require_reason(name, value, f"{name} must be {expected}, got {shown}")
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - OPTIONAL))
 def test_none_is_no_number(name):
-    require_refusal(name, None, f"{name} must be {EXPECTED[name]}, got None")
+    require_reason(name, None, f"{name} must be {EXPECTED[name]}, got None")
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONAL))
@@ -78,25 +78,25 @@ def test_none_is_what_the_router_finds_out_itself(name):
     [
         *(("block_size", value) for value in (0, -1, 65537, 1.5, 16.0)),
         *((name, -1) for name in EXPECTED),
-        *(("stale_worth", value) for value in (-0.1, 1.1)),
+        *(("stale_confidence", value) for value in (-0.1, 1.1)),
         *((name, 0.0) for name in ("request_expiry_s", "approximate_ttl_s", "ttft_slo_ms")),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_the_range(name, value):
-    require_refusal(name, value, f"{name} must be {EXPECTED[name]}, got {value}")
+def test_a_number_out_of_range_is_rejected_with_the_range(name, value):
+    require_reason(name, value, f"{name} must be {EXPECTED[name]}, got {value}")
 
 
 @pytest.mark.parametrize("name", ["max_index_blocks", "max_index_bytes"])
 @pytest.mark.parametrize("value", ["5", 1.5, float("nan"), float("inf"), True, 2**63])
-def test_bounds_that_are_no_counts_are_refused(name, value):
+def test_bounds_that_are_no_counts_are_rejected(name, value):
     of_index = name.replace("index_", "")
     expected = f"{of_index} of an index must be a whole number below 2**63, got {value!r}"
-    require_refusal(name, value, expected)
+    require_reason(name, value, expected)
 
 
 @pytest.mark.parametrize("value", [None, "no", 0, 1, 0.0])
 def test_a_switch_is_true_or_false(value):
-    require_refusal("use_kv_events", value, f"use_kv_events must be True or False, got {value!r}")
+    require_reason("use_kv_events", value, f"use_kv_events must be True or False, got {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_a_weight_selects_the_cost_in_blocks(settings, is_in_ms, weight):
     assert (config.is_cost_in_ms, config.weight) == (is_in_ms, weight)
 
 
-def test_what_the_cost_in_ms_has_no_use_for_is_refused():
+def test_what_the_cost_in_ms_has_no_use_for_is_rejected():
     with pytest.raises(ConfigError, match="overlap_score_weight is a weight of the cost in blocks"):
         RouterConfig(cost="ms", overlap_score_weight=1.0)
-    require_refusal("cost", "tokens", "cost must be one of ms, blocks, or None, got 'tokens'")
+    require_reason("cost", "tokens", "cost must be one of ms, blocks, or None, got 'tokens'")
 
 
 def test_numbers_may_be_those_of_numpy():
@@ -125,7 +125,7 @@ def test_numbers_may_be_those_of_numpy():
         block_size=np.int64(16),
         overlap_score_weight=np.float32(0.5),
         temperature=np.float64(1),
-        stale_worth=1,
+        stale_confidence=1,
         request_expiry_s=np.int32(1),
         approximate_ttl_s=1e300,
     )

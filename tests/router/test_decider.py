@@ -133,7 +133,7 @@ def test_the_less_busy_rank_gets_a_new_prompt_though_no_capacity_is_known(use_kv
     assert router.route(next(prompts)).rank == Rank("b")
 
 
-def test_hashes_are_refused_where_block_sizes_differ():
+def test_hashes_are_rejected_where_block_sizes_differ():
     router = make_router("a", block_size=None)
     router.add_worker("b", block_size=16)
     store(router, "a", PROMPT, 4)
@@ -142,12 +142,12 @@ def test_hashes_are_refused_where_block_sizes_differ():
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 1.5, "8", 10_000_001, 2**63, 10**400])
-def test_hashes_of_no_number_of_tokens_are_refused(num_tokens):
+def test_hashes_of_no_number_of_tokens_are_rejected(num_tokens):
     with pytest.raises(ConfigError, match="expected num_tokens to be a whole number of tokens"):
         make_router("a").route_hashed([1, 2], num_tokens)
 
 
-def test_more_hashes_than_full_blocks_are_refused():
+def test_more_hashes_than_full_blocks_are_rejected():
     router = make_router("a", block_size=None)
     with pytest.raises(ConfigError, match="at most 1, the full blocks of a token or more in 1 tok"):
         router.route_hashed([1, 2], 1)

@@ -110,6 +110,6 @@ def test_signed_coefficients_may_be_below_zero():
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "5"])
-def test_a_model_of_no_numbers_is_refused(value):
+def test_a_model_of_no_numbers_is_rejected(value):
     with pytest.raises(ConfigError, match="token_ms must be a finite number of at least 0"):
         EngineModel(token_ms=value)

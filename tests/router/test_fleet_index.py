@@ -12,7 +12,7 @@ from kvplug.events import CxlState, CxlStateTransition
 from kvplug.hashing import as_tokens
 from kvplug.kernels import costing
 from kvplug.router.fleet_index import FleetIndex
-from tests.index.twin import engine_hash
+from tests.index.reference import engine_hash
 
 PROMPT = list(range(64))
 
@@ -44,12 +44,12 @@ def cached(router, worker, tokens=PROMPT, **more):
 
 
 def sizes(router):
-    return sorted(section.block_size for section in router.fleet_index.sections)
+    return sorted(group.block_size for group in router.fleet_index.groups)
 
 
 def check(router):
-    for section in router.fleet_index.sections:
-        section.index.check()
+    for group in router.fleet_index.groups:
+        group.index.check()
 
 
 def test_block_sizes_are_learnt_and_compared_in_tokens():
@@ -92,13 +92,13 @@ def test_costs_in_ms_of_different_block_sizes_are_compared_as_they_are():
     assert router.route(PROMPT).rank == Rank("fine")
 
 
-def test_a_size_that_was_said_is_kept_and_another_one_is_refused_by_name():
+def test_a_size_that_was_said_is_kept_and_another_one_is_rejected_by_name():
     router = make_router()
     router.add_worker("a", block_size=4)
-    assert store(router, "a", PROMPT, 16).refused == {"block_size": 4}
+    assert store(router, "a", PROMPT, 16).rejected == {"block_size": 4}
     router = make_router(block_size=4)
     router.add_worker("a"), router.add_worker("b", block_size=16)
-    assert store(router, "a", PROMPT, 16).refused == {"block_size": 4}
+    assert store(router, "a", PROMPT, 16).rejected == {"block_size": 4}
     assert store(router, "b", PROMPT, 16).num_stored == 4
 
 
@@ -106,7 +106,7 @@ def test_a_size_that_was_learnt_holds_until_the_worker_is_cleared():
     router = make_router()
     router.add_worker("a")
     store(router, "a", PROMPT, 8)
-    assert store(router, "a", PROMPT, 16).refused == {"block_size": 4}
+    assert store(router, "a", PROMPT, 16).rejected == {"block_size": 4}
     router.clear(Rank("a"))  # it restarted, with another --block-size
     assert store(router, "a", PROMPT, 16).num_stored == 4
     assert (sizes(router), cached(router, "a")) == ([16], 64)
@@ -157,10 +157,10 @@ def test_a_model_may_become_known_after_the_first_events():
     store(router, "a", PROMPT, 16), store(router, "b", PROMPT[:16], 16)
     router.add_worker("a", model="m"), router.add_worker("b", model="n")
     assert (cached(router, "a"), cached(router, "b")) == (64, 16)  # nothing was lost
-    assert len(router.fleet_index.sections) == 1
+    assert len(router.fleet_index.groups) == 1
     assert router.route(PROMPT, model="n").rank == Rank("b")
     router.clear(Rank("b"))
-    assert {section.model for section in router.fleet_index.sections} == {"m", "n"}
+    assert {group.model for group in router.fleet_index.groups} == {"m", "n"}
     assert cached(router, "a") == 64
 
 
@@ -178,7 +178,7 @@ def test_a_worker_that_leaves_takes_its_index_along():
     router.route([3] * 16, workers=["b"])
     router.remove_worker("b")
     assert (sizes(router), len(router.load), router.ranks) == ([4], 0, [Rank("a")])
-    assert store(router, "b", PROMPT, 8).refused == {"unknown_rank": 1}
+    assert store(router, "b", PROMPT, 8).rejected == {"unknown_rank": 1}
     router.remove_worker("a")
     router.add_worker("c", model="n", block_size=8)
     assert (sizes(router), cached(router, "c")) == ([8], 0)
@@ -192,12 +192,12 @@ def test_another_configured_size_forgets_what_was_held_with_the_former():
     assert (sizes(router), cached(router, "a")) == ([16], 0)
 
 
-def test_engines_that_hash_otherwise_share_an_index_in_a_domain_of_their_own():
+def test_engines_that_hash_otherwise_share_an_index_in_a_hash_space_of_their_own():
     router = make_router()
     router.add_worker("a"), router.add_worker("b")
     store(router, "a", PROMPT, 16, algorithm="PYTHONHASHSEED=0")
     store(router, "b", PROMPT[:32], 16, algorithm="PYTHONHASHSEED=1")
-    assert (len(router.index.domains), len(router.index)) == (2, 4)
+    assert (len(router.index.hash_spaces), len(router.index)) == (2, 4)
     assert (cached(router, "a"), cached(router, "b")) == (64, 32)
 
 
@@ -219,14 +219,14 @@ namespaces = st.sampled_from(NAMESPACES)
     namespace=namespaces,
     names_models=st.booleans(),
 )
-def test_a_mixed_fleet_equals_its_plain_twin(stores, asked, namespace, names_models):
+def test_a_mixed_fleet_equals_its_plain_reference(stores, asked, namespace, names_models):
     router = make_router()
     held = {worker: set() for worker in WORKERS}
     for worker, (model, _) in WORKERS.items():
         router.add_worker(worker, model=model if names_models else "")
     for worker, tokens, of in stores:
         size = WORKERS[worker][1]
-        assert not store(router, worker, tuple(tokens), size, namespace=of).refused
+        assert not store(router, worker, tuple(tokens), size, namespace=of).rejected
         held[worker] |= {(of, tuple(tokens[:n])) for n in range(size, len(tokens) + 1, size)}
     check(router)
     for worker, (_, size) in WORKERS.items():
@@ -236,20 +236,20 @@ def test_a_mixed_fleet_equals_its_plain_twin(stores, asked, namespace, names_mod
         assert cached(router, worker, asked, namespace=namespace) == depth * size
 
 
-def test_what_a_rank_is_worth_moves_with_it_to_another_index():
+def test_what_a_rank_is_confidence_moves_with_it_to_another_index():
     index = FleetIndex(None, speculative_ttl_s=0.0)
     for worker in ("a", "b"):
         index.add_worker(worker, 1, "", None)
-    index.set_worth(Rank("b"), 0.25)
-    index.set_worth(Rank("stranger"), 0.25)
+    index.set_confidence(Rank("b"), 0.25)
+    index.set_confidence(Rank("stranger"), 0.25)
     index.add_worker("a", 1, "one", 4)
     index.add_worker("b", 1, "two", 8)
-    section = index.section_of(Rank("b"))
+    group = index.group_of(Rank("b"))
     event = BlockStored(block_hashes=(1,), token_ids=tuple(range(8)), block_size=8)
     index.apply(Rank("b"), EventBatch(events=(event,)))
-    hashes = section.index.hasher.sequence_hashes(as_tokens(range(8)))
-    overlap = section.index.overlap(hashes, 0.0)
-    at = section.index_ranks(2)[index.numbers.number_of(Rank("b"))]
+    hashes = group.index.hasher.sequence_hashes(as_tokens(range(8)))
+    overlap = group.index.overlap(hashes, 0.0)
+    at = group.index_ranks(2)[index.numbers.number_of(Rank("b"))]
     assert (overlap.depth[at], overlap.credit[at]) == (1, 0.25)
 
 
@@ -294,10 +294,10 @@ def test_engines_that_key_blocks_by_pairs_are_matched_by_pairs(block_size):
     other = PROMPT[:32] + [999] * 32
     assert (cached(router, "eagle", other), cached(router, "plain", other)) == (16, 32)
     applied = store(router, "eagle", PROMPT, 16)
-    assert list(applied.refused) == ["bigram_tokens"]
-    assert len(router.fleet_index.sections) == 2
+    assert list(applied.rejected) == ["bigram_tokens"]
+    assert len(router.fleet_index.groups) == 2
     check(router)
     router.clear(Rank("eagle"))
     store(router, "eagle", PROMPT, 16)
     assert cached(router, "eagle") == 64
-    assert len(router.fleet_index.sections) == 1
+    assert len(router.fleet_index.groups) == 1

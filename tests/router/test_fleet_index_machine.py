@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvplug import BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
 from kvplug.codec import encode
 from kvplug.records import read_payloads
-from tests.index.twin import engine_hash
+from tests.index.reference import engine_hash
 
 workers = st.sampled_from(["a", "b", "c"])
 sizes = st.sampled_from([2, 4])
@@ -68,7 +68,7 @@ class FleetMachine(RuleBasedStateMachine):
         else:
             applied = self.router.apply(rank, batch)
         if worker in self.held:
-            assert (applied.num_stored, dict(applied.refused)) == (len(ends), {})
+            assert (applied.num_stored, dict(applied.rejected)) == (len(ends), {})
             self.held[worker] |= {tokens[:end] for end in ends}
         else:
             assert applied.num_stored == 0
@@ -96,10 +96,10 @@ class FleetMachine(RuleBasedStateMachine):
     @invariant()
     def no_index_is_left_over(self):
         fleet_index = self.router.fleet_index
-        for section in fleet_index.sections:
-            section.index.check()
-        in_use = {id(fleet_index.section_of(rank)) for rank in self.router.ranks}
-        assert len(fleet_index.sections) == max(1, len(in_use))
+        for group in fleet_index.groups:
+            group.index.check()
+        in_use = {id(fleet_index.group_of(rank)) for rank in self.router.ranks}
+        assert len(fleet_index.groups) == max(1, len(in_use))
         assert len(self.router.load) == len(self.in_flight)
 
 

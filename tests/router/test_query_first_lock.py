@@ -14,14 +14,14 @@ def test_a_query_waits_for_one_slice_only():
     held, asked = threading.Event(), threading.Event()
 
     def ingest():
-        with lock.patiently as turn:
+        with lock.low_priority as turn:
             for number in range(3):
                 log.append(number)
                 held.set()
                 asked.wait(TIMEOUT_S)
-                while number == 0 and not lock.is_wanted[0]:
+                while number == 0 and not lock.query_waiting[0]:
                     pass  # the query is about to ask
-                turn.give_way()
+                turn.yield_to_queries()
 
     thread = threading.Thread(target=ingest)
     thread.start()
@@ -39,10 +39,10 @@ def test_ingestion_excludes_ingestion_over_all_its_slices():
 
     def ingest(name):
         began.wait(TIMEOUT_S)
-        with lock.patiently as turn:
+        with lock.low_priority as turn:
             for _ in range(50):
                 log.append(name)
-                turn.give_way()
+                turn.yield_to_queries()
 
     threads = [threading.Thread(target=ingest, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -54,10 +54,10 @@ def test_ingestion_excludes_ingestion_over_all_its_slices():
 
 def test_an_exception_leaves_the_lock_free():
     lock = QueryFirstLock()
-    for context in (lock, lock.patiently):
+    for context in (lock, lock.low_priority):
         with pytest.raises(ValueError, match="inside"), context:
             raise ValueError("inside")
     with lock:
         pass
-    with lock.patiently:
+    with lock.low_priority:
         pass

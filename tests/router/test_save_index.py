@@ -65,7 +65,7 @@ def test_requests_go_on_while_it_is_written_and_events_wait(router, tmp_path, mo
     assert len(router.index.engine_hashes_of(Rank("b"))) == 4
 
 
-def test_a_fleet_with_several_indexes_is_refused(router, tmp_path):
+def test_a_fleet_with_several_indexes_is_rejected(router, tmp_path):
     router.add_worker("c", block_size=32)
     with pytest.raises(ConfigError):
         router.save_index(tmp_path / "index")

@@ -40,7 +40,7 @@ def test_the_flags_become_the_configuration():
     assert (config.use_kv_events, config.approximate_ttl_s) == (True, 120.0)
 
 
-def test_a_time_to_live_of_nothing_is_refused(capsys):
+def test_a_time_to_live_of_nothing_is_rejected(capsys):
     with pytest.raises(SystemExit):
         parse(["--worker", WORKER, "--no-kv-events", "--approximate-ttl-s", "0"])
     assert "approximate_ttl_s must be a finite number above 0, got 0.0" in capsys.readouterr().err
@@ -64,7 +64,7 @@ async def test_health_and_metrics_say_that_it_is_approximate():
         [events] = [each["events"] for each in body["workers"]]
         assert (events["trust"], events["connected"]) == ("approximate", False)
         assert "events are not used" in events["reason"]
-        assert "--no-kv-events" in events["cure"]
+        assert "--no-kv-events" in events["fix"]
         async with client.get("/metrics") as response:
             text = await response.text()
         assert f'kvplug_trust{{level="approximate",worker="{worker.url}"}} 1.0' in text

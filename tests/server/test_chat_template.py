@@ -203,7 +203,7 @@ def chat(content, **message):
         (chat("x") | {"add_generation_prompt": "no"}, "true or false in 'add_generation_prompt'"),
     ],
 )
-def test_a_body_of_a_wrong_kind_is_refused_in_a_sentence(body, sentence):
+def test_a_body_of_a_wrong_kind_is_rejected_in_a_sentence(body, sentence):
     with pytest.raises(TokenizerError, match=rf"^cannot .*: expected .*{sentence}"):
         ChatTemplates({"default": "{{ messages }}"}).render(body, {})
 

@@ -31,14 +31,14 @@ def test_a_worker_is_read_with_its_settings():
         "http://host,events=tcp://a:1,events=tcp://b:2",
     ],
 )
-def test_a_malformed_worker_is_refused_with_the_form(text):
-    with pytest.raises(ConfigError, match="expected URL") as refused:
+def test_a_malformed_worker_is_rejected_with_the_form(text):
+    with pytest.raises(ConfigError, match="expected URL") as rejected:
         WorkerSpec.parse(text)
-    assert f"worker {text!r}" in str(refused.value)
+    assert f"worker {text!r}" in str(rejected.value)
 
 
 @pytest.mark.parametrize("size", ["0", "x", "-1", "1.5", "65537", ""])
-def test_a_block_size_that_is_none_is_refused(size):
+def test_a_block_size_that_is_none_is_rejected(size):
     with pytest.raises(ConfigError, match=f"block_size='{size}'; expected a whole number in"):
         WorkerSpec.parse(f"http://host,block_size={size}")
 
@@ -74,7 +74,7 @@ def test_a_wrong_setting_is_named(settings, sentence):
 
 
 @pytest.mark.parametrize("content", ["", " \n", "kéy", "two\nlines"])
-def test_a_file_without_a_key_is_refused_and_not_shown(content, tmp_path):
+def test_a_file_without_a_key_is_rejected_and_not_shown(content, tmp_path):
     path = tmp_path / "key"
     path.write_text(content)
     with pytest.raises(ConfigError, match="expected a line of printable ASCII") as raised:
@@ -144,7 +144,7 @@ ENVIRON = {
     "KVPLUG_WORKER": f"{WORKER} http://127.0.0.1:8200",
     "KVPLUG_PORT": "9000",
     "KVPLUG_NO_KV_EVENTS": "1",
-    "KVPLUG_STALE_WORTH": "0.25",
+    "KVPLUG_STALE_CONFIDENCE": "0.25",
     "KVPLUG_LOG_LEVEL": "DEBUG",
 }
 
@@ -156,7 +156,7 @@ def test_each_flag_has_a_variable():
         "http://127.0.0.1:8200",
     ]
     assert (config.port, log_level) == (9000, "debug")
-    assert (config.router.use_kv_events, config.router.stale_worth) == (False, 0.25)
+    assert (config.router.use_kv_events, config.router.stale_confidence) == (False, 0.25)
 
 
 def test_a_flag_outweighs_its_variable():
@@ -172,7 +172,7 @@ def test_a_flag_outweighs_its_variable():
         ({"KVPLUG_ROUTER_MODE": "magic"}, "mode must be one of kv, round_robin; got 'magic'"),
         ({"KVPLUG_NO_KV_EVENTS": "maybe"}, "KVPLUG_NO_KV_EVENTS: expected 1 or 0, got 'maybe'"),
         ({"KVPLUG_WORKER": "nonsense"}, "is no http URL"),
-        ({"KVPLUG_STALE_WORTH": "2"}, "stale_worth must be a number in [0, 1], got 2.0"),
+        ({"KVPLUG_STALE_CONFIDENCE": "2"}, "stale_confidence must be a number in [0, 1], got 2.0"),
         ({"KVPLUG_LOG_LEVEL": "loud"}, "--log-level: must be one of debug, info, warning, error"),
     ],
 )

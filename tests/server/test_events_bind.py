@@ -40,13 +40,13 @@ async def test_the_worker_is_known_by_its_topic(publisher):
         assert [each["endpoint"] for each in events] == [service.fleet.events_endpoint] * 2
 
 
-async def test_two_workers_with_one_topic_are_refused():
+async def test_two_workers_with_one_topic_are_rejected():
     with pytest.raises(ConfigError, match="expected a topic of its own for each worker"):
         async with RouterService(config("tcp://127.0.0.1:*", "kv@pod", "kv@pod@m")):
             pass
 
 
-async def test_an_endpoint_that_is_none_is_refused():
+async def test_an_endpoint_that_is_none_is_rejected():
     with pytest.raises(TransportError, match="cannot bind 'tcp://nonsense'"):
         async with RouterService(config("tcp://nonsense", "kv@pod")):
             pass

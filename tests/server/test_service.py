@@ -90,7 +90,7 @@ async def test_a_body_that_is_too_large_is_413():
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/nope"), ("GET", "/v1/completions")])
-async def test_other_routes_and_methods_are_refused_in_the_same_form(method, path):
+async def test_other_routes_and_methods_are_rejected_in_the_same_form(method, path):
     async with routing(Engine()) as (_, client):
         async with client.request(method, path) as response:
             status, _, message = await error_of(response)
@@ -131,7 +131,7 @@ async def test_the_answer_and_the_body_pass_unchanged():
     assert engine.last_headers["Authorization"] == "Bearer k"
 
 
-async def test_a_refusal_of_the_engine_passes_and_keeps_it_up():
+async def test_a_reason_of_the_engine_passes_and_keeps_it_up():
     engine = Engine()
     engine.behaviour = "refuse"
     async with routing(engine) as (service, client):
@@ -305,7 +305,7 @@ async def test_an_adapter_is_asked_for_by_name_and_has_its_own_blocks():
     first, second = Engine(adapters=["a"]), Engine(adapters=["a"])
     async with routing(first, second) as (service, client):
         url = list(service.fleet.workers)[1]
-        service.router.set_worth(Rank(url), 1.0)  # as if its events were followed
+        service.router.set_confidence(Rank(url), 1.0)  # as if its events were followed
         service.router.apply(Rank(url), stored([1, 2, 3, 4], lora="a"))
         for model in ("a", "m"):
             body = {**COMPLETION, "model": model}
@@ -340,14 +340,14 @@ async def test_an_adapter_of_sglang_goes_only_where_it_is_loaded(how):
             async with client.post("/v1/completions", json={**COMPLETION, **how}) as response:
                 assert response.status == 200
         assert (await post_error(client, {**COMPLETION, "model": "a"}))[0] == 404
-        assert {section.model for section in service.router.fleet_index.sections} == {"m"}
+        assert {group.model for group in service.router.fleet_index.groups} == {"m"}
     assert (bare.num_requests, loaded.num_requests) == (0, 3)
 
 
 async def test_models_have_indexes_of_their_own():
     async with routing(Engine(), Engine(models=["n"])) as (service, client):
-        sections = service.router.fleet_index.sections
-        assert {section.model for section in sections} == {"m", "n"}
+        groups = service.router.fleet_index.groups
+        assert {group.model for group in groups} == {"m", "n"}
         async with client.get("/metrics") as response:
             text = await response.text()
     assert 'kvplug_index_blocks{block_size="4",model="n"} 0.0' in text

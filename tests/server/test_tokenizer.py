@@ -80,7 +80,7 @@ def test_completion_ids_are_those_of_vllm(tokenizers, family, case):
 
 
 @pytest.mark.parametrize(("family", "case"), cases("refused"))
-def test_what_vllm_refuses_is_refused(tokenizers, family, case):
+def test_what_vllm_refuses_is_rejected(tokenizers, family, case):
     with pytest.raises(TokenizerError):
         tokenizers[family].chat(case["body"])
 
@@ -150,7 +150,7 @@ def test_the_first_token_ids_are_cut_as_the_engine_cuts_them(prompt, more, ids):
         ([[0], [2**70]], "got 11805"),
     ],
 )
-def test_a_prompt_of_a_wrong_kind_is_refused_in_a_sentence(prompt, seen):
+def test_a_prompt_of_a_wrong_kind_is_rejected_in_a_sentence(prompt, seen):
     with pytest.raises(TokenizerError, match=rf"^cannot read the prompt: expected .*, {seen}"):
         token_id_prompts(prompt)
 
@@ -190,7 +190,7 @@ def test_a_limit_keeps_the_special_tokens_and_the_end(tokenizers, limit):
 # --- the model folder -------------------------------------------------------------------------
 
 
-def test_a_folder_without_tokenizer_is_refused_with_the_cure(tmp_path):
+def test_a_folder_without_tokenizer_is_rejected_with_the_fix(tmp_path):
     with pytest.raises(TokenizerError, match=re.escape(f"expected tokenizer.json in {tmp_path}")):
         PromptTokenizer.from_folder(tmp_path)
     with pytest.raises(TokenizerError, match="save_pretrained"):

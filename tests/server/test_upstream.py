@@ -141,4 +141,4 @@ async def test_a_worker_that_demands_a_key_is_down_and_says_how_to_give_one():
     async with routing(engine) as (service, _):
         [finding] = service.diagnosis.look()
         assert finding.code is Code.WORKER_DOWN
-        assert finding.cure.endswith("--worker-api-key-file")
+        assert finding.fix.endswith("--worker-api-key-file")

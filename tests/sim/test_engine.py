@@ -97,7 +97,7 @@ def test_the_index_follows_the_engine_and_predicts_its_hits():
         predicted.append(min(depth, (len(prompt) - 1) // 4) * 4)
         request = engine.submit(prompt, chance.randrange(1, 20))
         for step in run(engine):
-            assert not index.apply(RANK, step.batch()).refused
+            assert not index.apply(RANK, step.batch()).rejected
         found.append(request.num_cached_tokens)
         cached = {event_id(block_hash) for block_hash in engine.cache.pool.cached_hashes()}
         assert set(index.engine_hashes_of(RANK).tolist()) == cached
@@ -114,7 +114,7 @@ def test_it_counts_what_vllm_counts():
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(0, 1), (1, 0), (79, 2), (81, 1)])
-def test_requests_that_do_not_fit_are_refused(num_prompt_tokens, max_tokens):
+def test_requests_that_do_not_fit_are_rejected(num_prompt_tokens, max_tokens):
     with pytest.raises(ConfigError):
         small_engine().submit(range(num_prompt_tokens), max_tokens)
 

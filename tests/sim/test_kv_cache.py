@@ -110,7 +110,7 @@ def test_hits_that_are_free_are_counted_as_taken(cache):
     assert cache.num_free == 0
 
 
-def test_a_request_of_which_the_rest_would_not_fit_is_refused(cache):
+def test_a_request_of_which_the_rest_would_not_fit_is_rejected(cache):
     admit(cache, request(range(20)))
     late = request(range(100, 120))
     assert not cache.allocate(late, 4, whole_must_fit=True)
@@ -118,17 +118,17 @@ def test_a_request_of_which_the_rest_would_not_fit_is_refused(cache):
 
 
 def test_two_requests_that_fill_the_same_block_keep_a_copy_each(cache):
-    twins = request(range(3)), request(range(3))
-    for twin in twins:
-        admit(cache, twin)
-    for twin in twins:
-        twin.append(7)
-        assert cache.allocate(twin, 1)
-    assert [event.block_hashes for event in cache.take_events()] == [ids(twins[0], 0)] * 2
-    assert len(cache.pool.cached_hashes()[twins[0].block_hashes[0]]) == 2
+    references = request(range(3)), request(range(3))
+    for reference in references:
+        admit(cache, reference)
+    for reference in references:
+        reference.append(7)
+        assert cache.allocate(reference, 1)
+    assert [event.block_hashes for event in cache.take_events()] == [ids(references[0], 0)] * 2
+    assert len(cache.pool.cached_hashes()[references[0].block_hashes[0]]) == 2
 
 
-def test_a_reset_is_refused_while_a_request_has_blocks(cache):
+def test_a_reset_is_rejected_while_a_request_has_blocks(cache):
     held = request(range(8))
     admit(cache, held)
     assert not cache.pool.reset()

@@ -1,4 +1,4 @@
-"""The pool against a twin made of plain lists."""
+"""The pool against a reference implementation made of plain lists."""
 
 import pytest
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ class TwinPool:
 class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks):
-        self.pool, self.twin = BlockPool(num_blocks), TwinPool(num_blocks)
+        self.pool, self.reference = BlockPool(num_blocks), TwinPool(num_blocks)
         self.users = []  # the blocks of each request
         self.events = []
 
@@ -70,26 +70,26 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self, num_blocks):
         num_blocks = min(num_blocks, self.pool.num_free)
         blocks = self.pool.take(num_blocks)
-        assert blocks == self.twin.take(num_blocks)
+        assert blocks == self.reference.take(num_blocks)
         self.users.append(blocks)
 
     @rule(block_hash=st.sampled_from(HASHES))
     def hit(self, block_hash):
         block = self.pool.find(block_hash)
-        assert block == self.twin.find(block_hash)
+        assert block == self.reference.find(block_hash)
         if block is not None:
             self.pool.touch([block])
-            self.twin.touch([block])
+            self.reference.touch([block])
             self.users.append([block])
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
     def fill(self, data, block_hash):
         blocks = data.draw(st.sampled_from(self.users))
-        empty = [block for block in blocks if not self.twin.holds(block)][:1]
+        empty = [block for block in blocks if not self.reference.holds(block)][:1]
         self.pool.cache(empty, [block_hash][: len(empty)])
         for block in empty:
-            self.twin.cache(block, block_hash)
+            self.reference.cache(block, block_hash)
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
@@ -97,31 +97,31 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.users) - 1))
         blocks = self.users.pop(index)[::-1]
         self.pool.release(blocks)
-        self.twin.release(blocks)
+        self.reference.release(blocks)
 
     @rule()
     def reset(self):
-        assert self.pool.reset() == self.twin.reset()
+        assert self.pool.reset() == self.reference.reset()
 
     @invariant()
     def both_are_the_same(self):
         blocks = range(1, self.pool.num_blocks)
         uses = {block: self.pool.num_references(block) for block in blocks}
-        assert uses == self.twin.uses
+        assert uses == self.reference.uses
         assert uses == {block: sum(user.count(block) for user in self.users) for block in blocks}
-        assert self.pool.eviction_order() == self.twin.free
+        assert self.pool.eviction_order() == self.reference.free
         assert self.pool.num_free + sum(map(bool, uses.values())) == len(blocks)
         assert self.pool.usage == pytest.approx(1 - self.pool.num_free / len(blocks))
         in_pool = self.pool.cached_hashes()
         assert in_pool == {
-            known: [block for each, block in self.twin.cached if each == known]
-            for known, _ in self.twin.cached
+            known: [block for each, block in self.reference.cached if each == known]
+            for known, _ in self.reference.cached
         }
 
     @invariant()
     def events_are_the_same(self):
-        assert list(self.pool.take_events()) == self.twin.events
-        self.twin.events = []
+        assert list(self.pool.take_events()) == self.reference.events
+        self.reference.events = []
 
 
 TestPool = PoolMachine.TestCase

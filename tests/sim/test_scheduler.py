@@ -133,7 +133,7 @@ def test_every_request_gets_its_answer(lengths, num_gpu_blocks, max_num_seqs, bu
     assert scheduler._cache.num_free == num_gpu_blocks - 1
 
 
-def test_sizes_that_cannot_work_are_refused():
+def test_sizes_that_cannot_work_are_rejected():
     with pytest.raises(ConfigError, match="num_gpu_blocks must be at least 17, for one request"):
         make(num_gpu_blocks=16)
     with pytest.raises(ConfigError, match="block_size must be at least 1, got 0"):

@@ -210,12 +210,12 @@ async def test_metrics_have_vllms_names(client):
 async def test_requests_show_while_they_run_and_end_with_their_client(slow_client):
     engine = slow_client.service.engine
     # In one request: its step lasts for ever, and who comes later is not in it.
-    asking = asyncio.create_task(slow_client.complete([PROMPT, PROMPT], max_tokens=1))
+    prefix_query = asyncio.create_task(slow_client.complete([PROMPT, PROMPT], max_tokens=1))
     await until(lambda: len(engine.scheduler.running) == 2, "both requests run")
     assert await slow_client.metric("vllm:num_requests_running") == 2
     assert await slow_client.metric("vllm:kv_cache_usage_perc") == pytest.approx(12 / 64)
     assert await slow_client.post("/reset_prefix_cache", {}) == (200, {"success": False})
-    asking.cancel()
+    prefix_query.cancel()
     await until(lambda: not engine.has_requests, "both requests are gone")
     assert engine.cache.num_free == 64
     assert await slow_client.post("/reset_prefix_cache", {}) == (200, {"success": True})
@@ -256,7 +256,7 @@ async def test_a_router_that_follows_the_events_knows_the_cache(client):
     for parts in replayed(client.service.replay_endpoint):
         batch = codec.decode(parts[-1])
         assert not batch.skipped
-        assert not router.apply(rank, batch).refused
+        assert not router.apply(rank, batch).rejected
     cached = client.service.engine.cache.pool.cached_hashes()
     assert len(router.index) == len(cached) == 11
     decision = router.route(list(PROMPT.encode()))
@@ -305,9 +305,9 @@ async def test_a_fault_in_a_step_ends_the_service_instead_of_hanging_it():
         await service.__aenter__()
         service.engine.submit([1], 1)
         service.engine.begin_step(0.0)  # by somebody who never finishes it
-        asking = asyncio.create_task(Client(service, session).complete())
+        prefix_query = asyncio.create_task(Client(service, session).complete())
         await until(service.stepping.done, "the engine stops stepping")
         with pytest.raises(RuntimeError, match="the step before has not been finished"):
             await service.__aexit__(None, None, None)
         with pytest.raises(aiohttp.ClientError):
-            await asking
+            await prefix_query

@@ -26,6 +26,6 @@ def test_a_step_is_the_sum_of_its_parts(num_prefill_tokens, num_decodes, expecte
     ("field", "value"),
     [("prefill_tokens_per_s", 0.0), ("decode_base_s", -1.0), ("step_overhead_s", float("nan"))],
 )
-def test_values_that_are_no_times_are_refused(field, value):
+def test_values_that_are_no_times_are_rejected(field, value):
     with pytest.raises(ConfigError, match=field):
         TimeModel(**{field: value})

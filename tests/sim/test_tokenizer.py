@@ -48,13 +48,13 @@ def test_bytes_are_tokens():
 @pytest.mark.parametrize(
     "prompt", [None, 3, [], [None], ["a", 1], [-1], [2**32], [True], [[1, "a"]]]
 )
-def test_prompts_that_make_no_sense_are_refused(prompt):
+def test_prompts_that_make_no_sense_are_rejected(prompt):
     with pytest.raises(TokenizerError):
         ByteTokenizer().completion({"prompt": prompt})
 
 
 @pytest.mark.parametrize("messages", [None, [], ["hi"], [{"role": "user"}], [{"content": "x"}]])
-def test_conversations_that_make_no_sense_are_refused(messages):
+def test_conversations_that_make_no_sense_are_rejected(messages):
     with pytest.raises(TokenizerError):
         ByteTokenizer().chat({"messages": messages})
 

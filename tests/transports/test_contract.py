@@ -193,7 +193,7 @@ def test_what_is_closed_may_be_closed_again(engine, source):
     source.close()
 
 
-def test_an_endpoint_that_is_none_is_refused(engine):
+def test_an_endpoint_that_is_none_is_rejected(engine):
     with pytest.raises(TransportError, match="expected an endpoint like"):
         engine.transport.check("nonsense")
 

@@ -129,7 +129,7 @@ def test_an_endpoint_is_bound_with_its_port(opened):
     assert int(subscription.endpoint.rpartition(":")[2]) > 0
 
 
-def test_an_endpoint_that_is_taken_is_refused(opened):
+def test_an_endpoint_that_is_taken_is_rejected(opened):
     taken = opened("tcp://127.0.0.1:*", bind=True).endpoint
     with pytest.raises(TransportError, match=r"cannot bind .*Address already in use"):
         opened(taken, bind=True)

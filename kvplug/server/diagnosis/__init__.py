@@ -1,4 +1,4 @@
-"""What is wrong with a fleet's set-up, by name and with the cure.
+"""What is wrong with a fleet's set-up, by name and with the fix.
 
 finding   Finding, Code
 facts     what an engine says of itself -> EngineFacts

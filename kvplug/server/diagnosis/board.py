@@ -170,8 +170,8 @@ class Diagnosis:
         """Workers outside the largest engine hash space of their index."""
         alone: set[str] = set()
         for index in {self._router.index_of(rank) for rank in self._router.ranks}:
-            domains = sorted(index.domains, key=lambda domain: -len(domain.ranks))
-            alone |= {rank.worker for domain in domains[1:] for rank in domain.ranks}
+            hash_spaces = sorted(index.hash_spaces, key=lambda hash_space: -len(hash_space.ranks))
+            alone |= {rank.worker for hash_space in hash_spaces[1:] for rank in hash_space.ranks}
         return alone
 
     def _stream(self, worker: Worker) -> StreamView | None:
@@ -183,7 +183,7 @@ class Diagnosis:
         return StreamView(
             connected=not self._is_away(worker, follower),
             incomplete=state.reason if is_incomplete else None,
-            cure=state.cure or "",
+            fix=state.fix or "",
             can_replay=follower.can_replay or worker.spec.events is None,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
 from kvplug.audit.ledger import RankLedger
-from kvplug.index.applied import Refusal
+from kvplug.index.apply_result import RejectReason
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.view import WorkerView
 
@@ -25,9 +25,9 @@ _MAX_OTHER_COUNTS = 0.01
 _MIN_AUDITED = 200
 _MAX_INCORRECT = 0.01
 
-_SKIPS_OF_THEIR_OWN = {Refusal.BLOCK_SIZE.value, Refusal.UNKNOWN_PARENT.value}
+_SKIPS_OF_THEIR_OWN = {RejectReason.BLOCK_SIZE.value, RejectReason.UNKNOWN_PARENT.value}
 # Understood and left out on purpose, or answered by following on.
-_HARMLESS_SKIPS = {"duplicate", "removed_in_other_group", Refusal.UNKNOWN_BLOCK.value}
+_HARMLESS_SKIPS = {"duplicate", "removed_in_other_group", RejectReason.UNKNOWN_BLOCK.value}
 
 
 def check_all(views: Sequence[WorkerView]) -> list[Finding]:
@@ -44,26 +44,26 @@ def _checks_of(view: WorkerView) -> tuple[Callable[[WorkerView], Found], ...]:
 
 
 def _worker_down(view: WorkerView) -> Finding:
-    cure = "start the engine, or take the worker out of the router's --worker list"
+    fix = "start the engine, or take the worker out of the router's --worker list"
     if str(view.down_because).startswith("401"):
-        cure = "put the engine's key into a file and name it with --worker-api-key-file"
-    return Finding(view.url, Code.WORKER_DOWN, "an answer", str(view.down_because), cure)
+        fix = "put the engine's key into a file and name it with --worker-api-key-file"
+    return Finding(view.url, Code.WORKER_DOWN, "an answer", str(view.down_because), fix)
 
 
 def _events(view: WorkerView) -> Found:
     """Whether the way of the events is open at all."""
     if view.facts.publishes is False:
-        cure = f"start the engine with --kv-events-config '{_config(view)}'"
-        yield Finding(view.url, Code.EVENTS_OFF, "KV events", "an engine without", cure)
+        fix = f"start the engine with --kv-events-config '{_config(view)}'"
+        yield Finding(view.url, Code.EVENTS_OFF, "KV events", "an engine without", fix)
     elif view.events is None:
-        cure = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
-        yield Finding(view.url, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", cure)
+        fix = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
+        yield Finding(view.url, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", fix)
     elif view.stream is not None and not view.stream.connected:
-        cure = (
+        fix = (
             "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
             "binds only an address with a `*`, and connects to any other"
         )
-        yield Finding(view.url, Code.EVENTS_DISCONNECTED, view.events, "no connection", cure)
+        yield Finding(view.url, Code.EVENTS_DISCONNECTED, view.events, "no connection", fix)
 
 
 def _config(view: WorkerView) -> str:
@@ -76,8 +76,8 @@ def _config(view: WorkerView) -> str:
 def _topic(view: WorkerView) -> Found:
     if view.events and not (view.facts.topic or "").startswith(view.topic) and view.facts.publishes:
         seen = f"topic {view.facts.topic or ''!r}"
-        cure = "give topic= a prefix of the engine's topic, or leave it out"
-        yield Finding(view.url, Code.TOPIC, f"a topic that begins {view.topic!r}", seen, cure)
+        fix = "give topic= a prefix of the engine's topic, or leave it out"
+        yield Finding(view.url, Code.TOPIC, f"a topic that begins {view.topic!r}", seen, fix)
 
 
 def _no_events(view: WorkerView) -> Found:
@@ -86,11 +86,11 @@ def _no_events(view: WorkerView) -> Found:
     if stream is None or not stream.connected or stream.num_messages or not num_prompts:
         return
     seen = f"none after {num_prompts} answered requests"
-    cure = (
+    fix = (
         "check that the endpoint is this engine's, that its topic begins with topic=, and that "
         "prefix caching is on"
     )
-    yield Finding(view.url, Code.NO_EVENTS, "KV events", seen, cure)
+    yield Finding(view.url, Code.NO_EVENTS, "KV events", seen, fix)
 
 
 def _never_matches(view: WorkerView) -> Found:
@@ -99,12 +99,12 @@ def _never_matches(view: WorkerView) -> Found:
     if stream is None or not stream.num_stored or not num_prompts:
         return
     seen = f"{stream.num_stored} blocks stored, none of {num_prompts} prompts among them"
-    cure = (
+    fix = (
         "the engine hashes or tokenizes what the router does not see: check tokenizer, chat "
         "template, LoRA adapters, salts (cache_salt, extra_key), and whether the events endpoint "
         "is another engine's"
     )
-    yield Finding(view.url, Code.NEVER_MATCHES, "blocks of its requests", seen, cure)
+    yield Finding(view.url, Code.NEVER_MATCHES, "blocks of its requests", seen, fix)
 
 
 def _num_prompts_unseen(ledger: RankLedger | None) -> int:
@@ -117,8 +117,8 @@ def _num_prompts_unseen(ledger: RankLedger | None) -> int:
 def _incomplete(view: WorkerView) -> Found:
     if view.stream is None or not view.stream.connected or view.stream.incomplete is None:
         return
-    seen, cure = view.stream.incomplete, view.stream.cure
-    yield Finding(view.url, Code.EVENTS_INCOMPLETE, "all of its events", seen, cure)
+    seen, fix = view.stream.incomplete, view.stream.fix
+    yield Finding(view.url, Code.EVENTS_INCOMPLETE, "all of its events", seen, fix)
 
 
 def _skipped(view: WorkerView) -> Found:
@@ -128,81 +128,81 @@ def _skipped(view: WorkerView) -> Found:
     skipped = {reason: n for reason, n in view.stream.skipped.items() if n and reason not in named}
     if skipped:
         seen = ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
-        cure = "docs/diagnosis.md says what each reason means; the log names the first of each"
-        yield Finding(view.url, Code.EVENTS_SKIPPED, "events that can be used", seen, cure)
+        fix = "docs/diagnosis.md says what each reason means; the log names the first of each"
+        yield Finding(view.url, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
 
 
 def _replay_off(view: WorkerView) -> Found:
     if view.facts.publishes and view.facts.replays is False:
-        cure = 'add "replay_endpoint": "tcp://*:5657" to the engine\'s --kv-events-config'
+        fix = 'add "replay_endpoint": "tcp://*:5657" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
-        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, cure)
+        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, fix)
     elif view.facts.replays and view.stream is not None and not view.stream.can_replay:
-        cure = "add replay=ENDPOINT, the engine's replay_endpoint, to its --worker"
+        fix = "add replay=ENDPOINT, the engine's replay_endpoint, to its --worker"
         seen = "one, which the router was not told of"
-        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint that is used", seen, cure)
+        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint that is used", seen, fix)
 
 
 def _event_format(view: WorkerView) -> Found:
     if view.facts.publishes and view.facts.event_format not in (None, "dynamo"):
         seen = f"{view.facts.event_format}, which gives equal names to blocks of different keys"
-        cure = 'add "format": "dynamo" to the engine\'s --kv-events-config'
-        yield Finding(view.url, Code.EVENT_FORMAT, "format dynamo", seen, cure)
+        fix = 'add "format": "dynamo" to the engine\'s --kv-events-config'
+        yield Finding(view.url, Code.EVENT_FORMAT, "format dynamo", seen, fix)
 
 
 def _block_size(view: WorkerView) -> Found:
-    refused = view.stream.skipped[Refusal.BLOCK_SIZE.value] if view.stream else 0
+    rejected = view.stream.skipped[RejectReason.BLOCK_SIZE.value] if view.stream else 0
     size = view.facts.block_size
-    if size in (None, view.block_size) and not refused:
+    if size in (None, view.block_size) and not rejected:
         return
     seen = f"{size}" if size not in (None, view.block_size) else "blocks of another size"
-    if refused:
-        seen += f", {refused} blocks refused"
+    if rejected:
+        seen += f", {rejected} blocks refused"
     flag = "--page-size" if view.facts.engine == "sglang" else "--block-size"
-    cure = f"start the router with --block-size {size or 'of the engine'}, or the engine with "
-    cure += f"{flag} {view.block_size}"
-    yield Finding(view.url, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, cure)
+    fix = f"start the router with --block-size {size or 'of the engine'}, or the engine with "
+    fix += f"{flag} {view.block_size}"
+    yield Finding(view.url, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, fix)
 
 
 def _cache_capacity(view: WorkerView) -> Found:
     size = view.cache_size
     if size.problem is not None:
         learned = f"{size.capacity:g} blocks" if size.capacity else "nothing so far"
-        cure = f"the router goes by what evictions tell, {learned}; check the engine's cache "
-        cure += "settings, and that events= is this engine's endpoint"
+        fix = f"the router goes by what evictions tell, {learned}; check the engine's cache "
+        fix += "settings, and that events= is this engine's endpoint"
         expected = "a capacity that its blocks fit into"
-        yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, cure)
+        yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, fix)
 
 
 def _prefix_caching(view: WorkerView) -> Found:
     if view.facts.caches is False:
-        cure = "start the engine with --enable-prefix-caching"
+        fix = "start the engine with --enable-prefix-caching"
         if view.facts.engine == "sglang":
-            cure = "start the engine without --disable-radix-cache"
-        yield Finding(view.url, Code.PREFIX_CACHING_OFF, "prefix caching", "off", cure)
+            fix = "start the engine without --disable-radix-cache"
+        yield Finding(view.url, Code.PREFIX_CACHING_OFF, "prefix caching", "off", fix)
 
 
 def _hash_mismatch(view: WorkerView) -> Found:
     if view.hashes_alone:
-        cure = (
+        fix = (
             "routing is right all the same, at more memory; to have one hash space, start all "
             "engines with one --prefix-caching-hash-algo and one PYTHONHASHSEED"
         )
         expected = "the engine hashes of the other workers"
-        yield Finding(view.url, Code.HASH_MISMATCH, expected, "others for equal blocks", cure)
+        yield Finding(view.url, Code.HASH_MISMATCH, expected, "others for equal blocks", fix)
 
 
 def _tokenizer(view: WorkerView) -> Found:
     """By a text that both tokenized, and by what the engine counts in requests."""
-    cure = "give --tokenizer the folder of the model that this engine serves, chat template and all"
+    fix = "give --tokenizer the folder of the model that this engine serves, chat template and all"
     if view.tokenization is not None:
         both = (view.tokenization.ours, view.tokenization.theirs)
-        yield Finding(view.url, Code.TOKENIZER, *both, cure)
+        yield Finding(view.url, Code.TOKENIZER, *both, fix)
     elif view.ledger is not None and _counts_too_often_otherwise(view.ledger):
         ours, theirs = view.ledger.last_counts
         share = f"{sum(view.ledger.counts_differ)} of {len(view.ledger.counts_differ)}"
         expected, seen = f"a prompt of {ours} tokens", f"{theirs} tokens; {share} requests differ"
-        yield Finding(view.url, Code.TOKENIZER, expected, seen, cure)
+        yield Finding(view.url, Code.TOKENIZER, expected, seen, fix)
 
 
 def _counts_too_often_otherwise(ledger: RankLedger) -> bool:
@@ -214,17 +214,17 @@ def _counts_too_often_otherwise(ledger: RankLedger) -> bool:
 def _no_tokenizer(view: WorkerView) -> Found:
     for model in sorted(view.untokenized & view.models.keys()):
         seen = f"none for model {model!r}: its text is routed by load alone"
-        cure = "give --tokenizer a folder with tokenizer.json and the chat template"
-        yield Finding(view.url, Code.NO_TOKENIZER, "a tokenizer", seen, cure)
+        fix = "give --tokenizer a folder with tokenizer.json and the chat template"
+        yield Finding(view.url, Code.NO_TOKENIZER, "a tokenizer", seen, fix)
         return
 
 
 def _data_parallel(view: WorkerView) -> Found:
     num_ranks = view.facts.num_ranks or view.num_ranks
     if num_ranks != view.num_ranks:
-        cure = "start one engine per rank, each with a --worker of its own"
+        fix = "start one engine per rank, each with a --worker of its own"
         expected = f"{view.num_ranks} data-parallel rank(s)"
-        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(num_ranks), cure)
+        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(num_ranks), fix)
 
 
 def _cached_tokens(view: WorkerView) -> Found:
@@ -235,8 +235,8 @@ def _cached_tokens(view: WorkerView) -> Found:
     if view.facts.engine == "sglang":
         flag = "--enable-cache-report"
     seen = "a usage without: the router's predictions cannot be audited"
-    cure = f"start the engine with {flag}"
-    yield Finding(view.url, Code.NO_CACHED_TOKENS, "cached tokens in the usage", seen, cure)
+    fix = f"start the engine with {flag}"
+    yield Finding(view.url, Code.NO_CACHED_TOKENS, "cached tokens in the usage", seen, fix)
 
 
 def _incorrect_routing(view: WorkerView) -> Found:
@@ -245,11 +245,11 @@ def _incorrect_routing(view: WorkerView) -> Found:
         return
     if ledger.incorrect_rate > _MAX_INCORRECT:
         seen = f"{ledger.incorrect_rate:.1%} of the last audited requests had fewer cached tokens"
-        cure = "see its other findings; kvplug_audited_total says whether events or timing is wrong"
+        fix = "see its other findings; kvplug_audited_total says whether events or timing is wrong"
         if not view.uses_events:
-            cure = "lower --approximate-ttl-s, or go by KV events (leave out --no-kv-events)"
+            fix = "lower --approximate-ttl-s, or go by KV events (leave out --no-kv-events)"
         expected = f"at most {_MAX_INCORRECT:.0%} incorrectly routed"
-        yield Finding(view.url, Code.INCORRECT_ROUTING, expected, seen, cure)
+        yield Finding(view.url, Code.INCORRECT_ROUTING, expected, seen, fix)
 
 
 def _models_differ(views: Sequence[WorkerView]) -> Found:
@@ -260,8 +260,8 @@ def _models_differ(views: Sequence[WorkerView]) -> Found:
             first_url, first = roots.setdefault(model, (view.url, root))
             if PurePosixPath(root).name != PurePosixPath(first).name:
                 expected = f"model {model!r} loaded from {first!r}, as on {first_url}"
-                cure = "give different models different names (--served-model-name)"
-                yield Finding(view.url, Code.MODEL, expected, repr(root), cure)
+                fix = "give different models different names (--served-model-name)"
+                yield Finding(view.url, Code.MODEL, expected, repr(root), fix)
 
 
 def _versions_differ(views: Sequence[WorkerView]) -> Found:
@@ -272,8 +272,8 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
         first = firsts.setdefault(view.facts.engine, view)
         if first.facts.version != view.facts.version:
             expected = f"{view.facts.engine} {first.facts.version}, as on {first.url}"
-            cure = "run one version, or take the finding for a note while you upgrade"
-            yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, cure)
+            fix = "run one version, or take the finding for a note while you upgrade"
+            yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, fix)
 
 
 _OF_EVENTS: tuple[Callable[[WorkerView], Found], ...] = (

@@ -71,7 +71,7 @@ async def _ask_router(session: aiohttp.ClientSession, url: str) -> list[Finding]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvplug.router doctor",
-        description="What is wrong with a fleet, and the cure. Exit code 0: nothing is found, 1: "
+        description="What is wrong with a fleet, and the fix. Exit code 0: nothing is found, 1: "
         "something is, 2: the router could not be asked.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

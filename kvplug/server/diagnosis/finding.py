@@ -44,7 +44,7 @@ class Finding(msgspec.Struct, frozen=True):
     code: Code
     expected: str
     seen: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.code}: expected {self.expected}, seen {self.seen}; {self.cure}"
+        return f"{self.code}: expected {self.expected}, seen {self.seen}; {self.fix}"

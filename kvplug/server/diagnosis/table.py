@@ -1,6 +1,6 @@
 """Findings as text for a terminal.
 
-In:  findings.   Out: lines; one block per finding, as cures are sentences.
+In:  findings.   Out: lines; one block per finding, as fixes are sentences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from kvplug.server.diagnosis.finding import Finding
 
 _MAX_WIDTH = 110
-_LABELS = ("expected", "seen", "cure")
+_LABELS = ("expected", "seen", "fix")
 
 
 def table_of(findings: Sequence[Finding]) -> str:

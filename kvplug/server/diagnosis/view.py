@@ -17,12 +17,12 @@ from kvplug.server.diagnosis.facts import EngineFacts
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
     """A worker's event stream. incomplete: why not all of its blocks are known,
-    or None; cure: of that; can_replay: whether the router can ask for what it missed.
+    or None; fix: of that; can_replay: whether the router can ask for what it missed.
     """
 
     connected: bool
     incomplete: str | None = None
-    cure: str = ""
+    fix: str = ""
     can_replay: bool = True
     num_messages: int = 0
     num_stored: int = 0

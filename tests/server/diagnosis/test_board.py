@@ -42,7 +42,7 @@ async def test_findings_are_in_the_log_once_in_health_and_in_the_metrics(caplog)
             "code": "block_size",
             "expected": "blocks of 4 tokens",
             "seen": "32",
-            "cure": "start the router with --block-size 32, or the engine with --block-size 4",
+            "fix": "start the router with --block-size 32, or the engine with --block-size 4",
         }
         metric = f'kvplug_findings{{code="block_size",worker="{url}"}}'
         async with client.get("/metrics") as response:

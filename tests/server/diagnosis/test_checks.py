@@ -65,7 +65,7 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "seen", "cure"),
+    ("more", "code", "seen", "fix"),
     [
         ({"down_because": "gone"}, Code.WORKER_DOWN, "gone", "start the engine"),
         ({"facts": facts(publishes=False)}, Code.EVENTS_OFF, "without", "--kv-events-config '{"),
@@ -88,7 +88,7 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             "chat template",
         ),
         (
-            {"stream": stream(incomplete="a gap", cure="restart")},
+            {"stream": stream(incomplete="a gap", fix="restart")},
             Code.EVENTS_INCOMPLETE,
             "a gap",
             "restart",
@@ -150,11 +150,11 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
         ),
     ],
 )
-def test_each_cause_is_named_with_its_cure(more, code, seen, cure):
+def test_each_cause_is_named_with_its_fix(more, code, seen, fix):
     [finding] = check_all([view(**more)])
     assert (finding.worker, finding.code) == (URL, code)
     assert seen in finding.seen
-    assert cure in finding.cure
+    assert fix in finding.fix
 
 
 def test_a_rate_of_incorrect_routing_is_a_finding_once_enough_is_audited():
@@ -167,7 +167,7 @@ def test_a_rate_of_incorrect_routing_is_a_finding_once_enough_is_audited():
     assert (finding.code, finding.seen[:4]) == (Code.INCORRECT_ROUTING, "1.5%")
 
 
-def test_without_events_none_is_missed_and_the_rate_has_another_cure():
+def test_without_events_none_is_missed_and_the_rate_has_another_fix():
     audited = RankLedger()
     audited.num_by_verdict.update(wrong_speculative=10, as_predicted=190)
     audited._wrong.extend([True] * 10 + [False] * 190)
@@ -176,7 +176,7 @@ def test_without_events_none_is_missed_and_the_rate_has_another_cure():
     assert check_all([view(**more)]) == []
     [finding] = check_all([view(**more, ledger=audited)])
     assert finding.code is Code.INCORRECT_ROUTING
-    assert "--approximate-ttl-s" in finding.cure
+    assert "--approximate-ttl-s" in finding.fix
 
 
 def test_one_name_for_two_models_is_named():

@@ -52,7 +52,7 @@ async def test_findings_of_a_running_router_are_a_table_and_exit_code_1():
         "  block_size",
         "    expected  blocks of 4 tokens",
         "    seen      32",
-        "    cure      start the router with --block-size 32, or the engine with --block-size 4",
+        "    fix       start the router with --block-size 32, or the engine with --block-size 4",
     ]
     assert "  no_event_endpoint\n" in out
 

@@ -73,7 +73,7 @@ async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
             return [f for f in every if f.code is Code.BLOCK_SIZE and "50 blocks" in f.seen]
 
         [finding] = await until(found, "all blocks are refused")
-        assert "--block-size 4" in finding.cure
+        assert "--block-size 4" in finding.fix
 
 
 async def test_a_stream_that_stays_silent_is_found():
@@ -97,7 +97,7 @@ async def test_a_router_that_comes_late_does_not_know_all():
         await ask_all(client)
         await until(lambda: Code.EVENTS_INCOMPLETE in codes(service), "the gap is found")
         [found] = [f for f in service.diagnosis.look() if f.code is Code.EVENTS_INCOMPLETE]
-        assert found.cure
+        assert found.fix
         [rank] = service.router.ledgers()
         assert 0.5 <= service.router.accuracy(rank) <= 1
 
@@ -153,4 +153,4 @@ async def test_a_capacity_that_cannot_be_is_named():
         assert cache_size(rank).source == "unknown"  # until it evicts
         [found] = [f for f in service.diagnosis.look() if f.code is Code.CACHE_CAPACITY]
         assert "it holds 5 blocks, more than its capacity of 1" in found.seen
-        assert "the router goes by what evictions tell, nothing so far" in found.cure
+        assert "the router goes by what evictions tell, nothing so far" in found.fix

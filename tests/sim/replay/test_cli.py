@@ -75,7 +75,7 @@ def test_a_plot_is_drawn(log, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_without_matplotlib_is_refused_before_the_work(log, capsys, monkeypatch):
+def test_a_plot_without_matplotlib_is_rejected_before_the_work(log, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([log, *FAST, "--plot", "study.png"]) == 2
     output = capsys.readouterr()

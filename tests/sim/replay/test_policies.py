@@ -34,12 +34,12 @@ UNKNOWN += ("kv:", "kv:events=on", "kv=events=off", "kv:blocks:3")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_name_that_nobody_knows_is_refused(name):
+def test_a_name_that_nobody_knows_is_rejected(name):
     with pytest.raises(ConfigError, match="expected"):
         make_policy(name, SPECS, 0)
 
 
-def test_a_negative_weight_is_refused():
+def test_a_negative_weight_is_rejected():
     with pytest.raises(ConfigError, match="expected a finite number of at least 0, got -1"):
         make_policy("kv:blocks=-1", SPECS, 0)
 

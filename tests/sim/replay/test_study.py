@@ -63,7 +63,7 @@ def test_imbalance_is_the_busiest_engine_over_the_mean():
     assert run_cell(cell).imbalance == pytest.approx(5 / 4.5)
 
 
-def test_what_cannot_run_is_refused_and_not_waited_for():
+def test_what_cannot_run_is_rejected_and_not_waited_for():
     small = dataclasses.replace(CELL, specs=(EngineSpec(num_blocks=30), *SPECS))
     with pytest.raises(ConfigError, match=r"needs 4[12] blocks.*smallest cache has 30"):
         run_cell(small)

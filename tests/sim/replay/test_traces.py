@@ -173,7 +173,7 @@ def test_a_wrong_row_is_named(tmp_path, row, message):
         read(path, "log", 16)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path):
+def test_a_file_that_is_none_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         kind_of(tmp_path / "none.jsonl")
     path = tmp_path / "log.jsonl"

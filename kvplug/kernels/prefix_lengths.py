@@ -1,4 +1,4 @@
-"""How far each rank reaches in a request, from border to border of its runs.
+"""How long a prefix of a request each rank holds, from border to border of its runs.
 
 In:  the sets of holders that follow each other along a request, and who is behind each holder.
 Out: per rank, how many leading blocks it has in each class of memory, and what they are worth.
@@ -6,7 +6,7 @@ Out: per rank, how many leading blocks it has in each class of memory, and what 
 Classes of memory are DEVICE, HOST, DISK and POOLED (another worker can read it); a rank leaves at
 the first block that it does not hold in any. At a border only the holders that come or go are
 looked at; what a rank has between two borders is counted when it changes. Parts for matching.py.
-Twin: plain loops over Python sets (tests/kernels/twins.py).
+Reference: plain loops over Python sets (tests/kernels/references.py).
 """
 
 from typing import NamedTuple
@@ -23,23 +23,23 @@ Index = int | np.int64
 
 DEVICE, HOST, DISK, POOLED = 0, 1, 2, 3
 NUM_CLASSES = 4
-# What out_reach counts: blocks on the device; there or in host memory; ... or on disk; in any
-# class; on the device or in a pool.
-REACHES = (0b0001, 0b0011, 0b0111, 0b1111, 0b1001)
-NUM_REACHES = len(REACHES)
-ON_DEVICE, IN_HOST, ON_DISK, ANY, ON_DEVICE_OR_POOLED = range(NUM_REACHES)
+# A scope is the classes of memory that count: the device; device or host; device, host or disk;
+# any class; the device or a pool.
+SCOPES = (0b0001, 0b0011, 0b0111, 0b1111, 0b1001)
+NUM_SCOPES = len(SCOPES)
+ON_DEVICE, IN_HOST, ON_DISK, ANY, ON_DEVICE_OR_POOLED = range(NUM_SCOPES)
 NUM_MASKS = 2**NUM_CLASSES
-# In which reaches (bits) a rank is that has a block in these classes (bits).
-_REACHES_OF = np.array(
+# In which scopes (bits) a rank is that has a block in these classes (bits).
+_SCOPES_OF = np.array(
     [
-        sum(1 << each for each, classes in enumerate(REACHES) if has & classes)
+        sum(1 << each for each, classes in enumerate(SCOPES) if has & classes)
         for has in range(NUM_MASKS)
     ],
     dtype=np.int64,
 )
 
 _0, _1 = np.uint64(0), np.uint64(1)
-_EVERY_REACH = 2**NUM_REACHES - 1
+_EVERY_SCOPE = 2**NUM_SCOPES - 1
 _STAYS = -1
 _NUM_OF_RANK = 5
 
@@ -58,14 +58,14 @@ class Holders(NamedTuple):
 
 class Ranks(NamedTuple):
     """What is known of each rank on the way: of which class it has copies (bits), in how many pools
-    it finds the block, in which reaches it still is (bits), since which block, and with which block
-    it left all of them. is_mixed[0]: whether any rank is in some reaches and not in the others,
+    it finds the block, in which scopes it still is (bits), since which block, and with which block
+    it left all of them. is_mixed[0]: whether any rank is in some scopes and not in the others,
     for which the rows of the answer are kept on the way. `changed` has room for every holder.
     """
 
     has: I64
     pools: I64
-    reach: I64
+    scopes: I64
     since: I64
     left: I64
     is_mixed: I64
@@ -73,9 +73,9 @@ class Ranks(NamedTuple):
 
 
 class Out(NamedTuple):
-    """reach: int64[NUM_REACHES * ranks] by reach; credit: float64[ranks]."""
+    """prefix_lengths: int64[NUM_SCOPES * ranks] by scope; credit: float64[ranks]."""
 
-    reach: I64
+    prefix_lengths: I64
     credit: F64
 
 
@@ -101,7 +101,7 @@ def _mix(ranks: Ranks, out: Out) -> None:
     """From now on rows count."""
     if ranks.is_mixed[0] == 0:
         ranks.is_mixed[0] = 1
-        out.reach[:] = 0
+        out.prefix_lengths[:] = 0
 
 
 @inlined
@@ -138,33 +138,33 @@ def _flip(owner: Index, gains: bool, at: Index, holders: Holders, ranks: Ranks, 
 
 
 @inlined
-def _leave_reaches(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
-    """The rank ends where it has nothing in a reach any more; -1 if it is out of all, else 0."""
+def _leave_scopes(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
+    """The rank ends where it has nothing in a scope any more; -1 if it is out of all, else 0."""
     if ranks.left[rank] != _STAYS:
         return 0
     if ranks.has[rank] == 0:
         ranks.left[rank] = at
         return -1
-    ended = ranks.reach[rank] & ~_REACHES_OF[ranks.has[rank]]
+    ended = ranks.scopes[rank] & ~_SCOPES_OF[ranks.has[rank]]
     if ended != 0:
         _mix(ranks, out)
-        ranks.reach[rank] ^= ended
-        for each in range(NUM_REACHES):
+        ranks.scopes[rank] ^= ended
+        for each in range(NUM_SCOPES):
             if ended & (1 << each) != 0:
-                out.reach[each * len(ranks.has) + rank] = at
+                out.prefix_lengths[each * len(ranks.has) + rank] = at
     return 0
 
 
 @inlined
 def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
-    """The ranks behind a holder that has come or gone; -n if n of them are out of all reaches."""
+    """The ranks behind a holder that has come or gone; -n if n of them are out of all scopes."""
     if owner >= 0:
-        return _leave_reaches(owner >> 2, at, ranks, out)
+        return _leave_scopes(owner >> 2, at, ranks, out)
     num_left: Index = 0
     if owner < -1:
         first = -1 - owner
         for i in range(first, first + holders.readers[first - 1]):
-            num_left += _leave_reaches(holders.readers[i], at, ranks, out)
+            num_left += _leave_scopes(holders.readers[i], at, ranks, out)
     return num_left
 
 
@@ -227,11 +227,11 @@ def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks, o
                     _flip_pool(holders.readers[i], True, ranks)
     num_alive, num_mixed = 0, 0
     for rank in range(len(ranks.has)):
-        reach = _REACHES_OF[np.uint64(ranks.has[rank])]
-        ranks.reach[rank], ranks.since[rank] = reach, 0
-        ranks.left[rank] = _STAYS if reach != 0 else 0
-        num_alive += reach != 0
-        num_mixed += reach != 0 and reach != _EVERY_REACH
+        scopes = _SCOPES_OF[np.uint64(ranks.has[rank])]
+        ranks.scopes[rank], ranks.since[rank] = scopes, 0
+        ranks.left[rank] = _STAYS if scopes != 0 else 0
+        num_alive += scopes != 0
+        num_mixed += scopes != 0 and scopes != _EVERY_SCOPE
     if num_mixed > 0:
         _mix(ranks, out)
     return num_alive
@@ -239,20 +239,20 @@ def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks, o
 
 @inlined
 def finish(at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
-    """Whoever is still in a reach holds everything up to where it left, or to block `at`."""
+    """Whoever is still in a scope holds everything up to where it left, or to block `at`."""
     num_ranks = len(ranks.has)
-    worths = holders.credits[NUM_MASKS:]
+    confidences = holders.credits[NUM_MASKS:]
     for rank in range(num_ranks):
         end = at if ranks.left[rank] == _STAYS else ranks.left[rank]
         ranks.left[rank] = end
-        worth = holders.credits[np.uint64(ranks.has[rank])] * (end - ranks.since[rank])
-        out.credit[rank] = (out.credit[rank] + worth) * worths[rank]
-    for each in range(NUM_REACHES):
-        row = out.reach[each * num_ranks : (each + 1) * num_ranks]
+        confidence = holders.credits[np.uint64(ranks.has[rank])] * (end - ranks.since[rank])
+        out.credit[rank] = (out.credit[rank] + confidence) * confidences[rank]
+    for each in range(NUM_SCOPES):
+        row = out.prefix_lengths[each * num_ranks : (each + 1) * num_ranks]
         # Without branches for each rank, so that it is done some at a time.
         if ranks.is_mixed[0] == 0:
             for rank in range(num_ranks):
                 row[rank] = ranks.left[rank]
         else:
             for rank in range(num_ranks):
-                row[rank] += ((ranks.reach[rank] >> each) & 1) * (ranks.left[rank] - row[rank])
+                row[rank] += ((ranks.scopes[rank] >> each) & 1) * (ranks.left[rank] - row[rank])

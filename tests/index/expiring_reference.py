@@ -11,7 +11,7 @@ class Entry:
     has_ended: bool = False
 
 
-class TwinExpiring:
+class ReferenceExpiring:
     def __init__(self, ttl_s, capacity, max_more_expired):
         self.ttl_s, self.capacity, self.max_more_expired = ttl_s, capacity, max_more_expired
         self.entries, self.num_lost, self.last_s = [], 0, float("-inf")

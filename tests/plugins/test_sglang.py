@@ -5,7 +5,7 @@ import pytest
 
 from kvplug.engines.publisher import PublisherConfig
 from kvplug.engines.sglang import SglangPublisher
-from tests.plugs.stock_client import StockClient
+from tests.plugins.stock_client import StockClient
 
 
 class SglangBatch(msgspec.Struct, array_like=True):

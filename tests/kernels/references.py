@@ -1,4 +1,6 @@
-"""The plain twins of the kernels: what each computes, as a child could check it."""
+"""The plain reference implementations of the kernels: what each computes, as a child could check
+it.
+"""
 
 import struct
 
@@ -41,8 +43,8 @@ def _has(rank, holders, own, pools):
     return mine | {3 for h in holders if rank in pools.get(h, ())}
 
 
-def reaches(holders_of_block, own, pools, credits, num_ranks):
-    """([[depth of each rank] for each reach], [credit of each rank])."""
+def lengths(holders_of_block, own, pools, credits, num_ranks):
+    """([[depth of each rank] for each scope], [credit of each rank])."""
     kinds = [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 3}]
     has = [[_has(r, holders, own, pools) for holders in holders_of_block] for r in range(num_ranks)]
     depths = [
@@ -157,18 +159,20 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     of_ranks = zip(
         ranks, waits, found, fleet["filled"], fleet["sizes"], fleet["usual_waits"], strict=True
     )
-    for r, wait, mine, there, room, usual in of_ranks:
+    for r, wait, mine, there, capacity_guard, usual in of_ranks:
         num_blocks_found, num_on_device, loading_ms = mine
         cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
         new = num_tokens - cached
         prefill = r["token_ms"] * new + r["attention_ms"] * new * (cached + new / 2) + loading_ms
         own = wait + r["fixed_ms"] + busy_ms(r) + prefill
         stored = num_blocks - num_on_device + fleet["answer"] / size
-        evicted = fleet["block_price"] * overflow(there - room, stored, num_blocks)
-        delayed = fleet["behind"] * min(1.0, (there + stored) / room)
+        evicted = fleet["block_price"] * overflow(there - capacity_guard, stored, num_blocks)
+        delayed = fleet["behind"] * min(1.0, (there + stored) / capacity_guard)
         if r["resident_blocks"] < 0:  # nobody knows
             evicted, delayed = 0.0, fleet["behind"]
-        waited = 2 * room_wait_ms(r, r["active_blocks"] + stored - room, room, fleet["stay"])
+        waited = 2 * room_wait_ms(
+            r, r["active_blocks"] + stored - capacity_guard, capacity_guard, fleet["stay"]
+        )
         waited *= min(1.0, stored / max(1, num_blocks))
         later = fleet["num_later"] * (usual - min(fleet["usual_waits"]))
         longer = r["sequence_ms"] + r["context_ms"] * (num_tokens + fleet["answer"] / 2)

@@ -7,7 +7,7 @@ In:  whoever replaces an array says so.   Out: a number that is another one then
 from __future__ import annotations
 
 
-class Changes:
+class ArrayVersion:
     """count: how often an array of the index has become another, or a number another rank's.
 
     is_tight: arrays grow by little each time, as the memory of the index is bounded.

@@ -1,4 +1,4 @@
-"""Asking holdings what each rank holds of a request: one call of a kernel.
+"""Asking the block store what each rank holds of a request: one call of a kernel.
 
 In:  sequence hashes.   Out: Overlap.
 """
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.hashing import Hashes
-from kvplug.index.holdings import Holdings
+from kvplug.index.block_store import BlockStore
 from kvplug.index.overlap import Overlap
-from kvplug.kernels import matching, reach
+from kvplug.kernels import matching, prefix_lengths
 from kvplug.kernels.bundle import Bundle
 
 I64 = npt.NDArray[np.int64]
@@ -27,39 +27,41 @@ NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, n
 
 def one_rank_per_holder(num_ranks: int) -> I64:
     """Holder h is rank h, with everything on its device."""
-    return reach.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
+    return prefix_lengths.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
 
 
-def credits_of(classes: list[float], worth: F64) -> F64:
+def credits_of(classes: list[float], confidence: F64) -> F64:
     """What a block is worth by the classes that a rank has it in, and the worth of each rank.
 
     float64[NUM_MASKS + ranks]: a block counts by its best class.
     """
     best = [
         max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
-        for has in range(reach.NUM_MASKS)
+        for has in range(prefix_lengths.NUM_MASKS)
     ]
-    return np.concatenate([best, worth])
+    return np.concatenate([best, confidence])
 
 
-class Asking:
+class PrefixQuery:
     """overlap, overlap_many.
 
-    Made anew when who is behind a holder has changed (owner, readers, credits: kernels/reach.py,
-    Holders); arrays that grow are noticed.
+    Made anew when who is behind a holder has changed (owner, readers, credits:
+    kernels/prefix_lengths.py, Holders); arrays that grow are noticed.
     """
 
     def __init__(
-        self, holdings: Holdings, owner: I64, readers: I64, credits: F64,
+        self, block_store: BlockStore, owner: I64, readers: I64, credits: F64,
         expected: Expected = NOTHING_EXPECTED,
     ) -> None:  # fmt: skip
-        self.num_changes = holdings.changes.count
-        self._num_ranks = len(credits) - reach.NUM_MASKS
+        self.seen_version = block_store.version.count
+        self._num_ranks = len(credits) - prefix_lengths.NUM_MASKS
         self._size = matching.NUM_ROWS * self._num_ranks
-        scratch: I64 = np.empty(reach.num_scratch(self._num_ranks, len(owner)), dtype=np.int64)
+        scratch: I64 = np.empty(
+            prefix_lengths.num_scratch(self._num_ranks, len(owner)), dtype=np.int64
+        )
         self.bundle = Bundle(
-            holdings.table.slots, holdings.runs.words, holdings.sets.bits, holdings.sets.header,
-            owner, readers, credits, scratch, *expected,
+            block_store.table.slots, block_store.runs.words, block_store.sets.bits,
+            block_store.sets.header, owner, readers, credits, scratch, *expected,
         )  # fmt: skip
 
     def new_rows(self) -> I64:

@@ -19,11 +19,11 @@ from kvplug.engines.publisher import STOP_LIMIT_S, Publisher, PublisherConfig
 from kvplug.engines.vllm import VllmPublisher
 from kvplug.errors import ConfigError
 from kvplug.transports.zmq import message_of
-from tests.plugs.stock_client import StockClient, clear, engine_batch, stored, wait_until
+from tests.plugins.stock_client import StockClient, clear, engine_batch, stored, wait_until
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:0"
-logger = logging.getLogger("tests.plugs")
+logger = logging.getLogger("tests.plugins")
 
 
 def config(**more):
@@ -308,7 +308,7 @@ def test_a_child_process_publishes(method, tmp_path, client):
 
 
 @pytest.mark.parametrize("name", ["buffer_steps", "hwm", "max_queue_size"])
-def test_sizes_below_0_are_refused_by_name(name):
+def test_sizes_below_0_are_rejected_by_name(name):
     with pytest.raises(ConfigError, match=f"{name} must be 0 or more, got -1"):
         config(**{name: -1})
 

@@ -6,7 +6,7 @@ Out: the arrays of kernels/residency.py, changed.
 An event is claimed first (its slots found and filled, or everything taken back if a name and a
 content do not go together), then held. A block that is new to a holder leaves its run for one whose
 set has the holder, too: at best the run of the block before. Parts for storing.py and applying.py.
-Twin: tests/index/twin.py.
+Reference: tests/index/reference.py.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import inlined
 from kvplug.kernels.residency import (
     Blocks,
-    Names,
+    SpaceArrays,
     copy_key,
     follows,
+    has_engine_hash,
     is_held_by,
-    is_named,
     new_run,
     set_of,
     take_out,
@@ -45,11 +45,11 @@ _NOTHING = ~_0
 
 
 @inlined
-def can_join(blocks: Blocks, names: Names, holder: Index, num_blocks: Index) -> bool:
+def can_store(blocks: Blocks, space: SpaceArrays, holder: Index, num_blocks: Index) -> bool:
     """Whether as many blocks, new ones all of them, fit in every array."""
     fits = has_room(blocks.table, num_blocks) and has_room(blocks.copies, num_blocks)
-    if len(names.slots) > 0:
-        fits = fits and has_room(names.slots, num_blocks)
+    if len(space.slots) > 0:
+        fits = fits and has_room(space.slots, num_blocks)
     fits = fits and runs.has_room(blocks.runs, num_blocks)
     return fits and holders.has_room(blocks.meta, blocks.header, holder, num_blocks)
 
@@ -63,32 +63,39 @@ def _fits_content(value: np.uint64, hash_: np.uint64, depth: np.uint64) -> bool:
 
 
 @inlined
-def _claim_name(
-    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, value: np.uint64
+def _claim_engine_hash(
+    blocks: Blocks, space: SpaceArrays, engine_hash: np.uint64, hash_: np.uint64, value: np.uint64
 ) -> int:
     """1 if the name is new, 0 if it is there, -1 if the two do not go together."""
-    at = find_slot(names.slots, name, capacity_of(names.slots))
-    known = names.slots[_2 * at + _1]
+    at = find_slot(space.slots, engine_hash, capacity_of(space.slots))
+    known = space.slots[_2 * at + _1]
     if known != _0:
         return 0 if known == hash_ and value != _0 else -1
-    if value != _0 and is_named(blocks, names, set_of(blocks, runs.run_of(value))):
+    if value != _0 and has_engine_hash(blocks, space, set_of(blocks, runs.run_of(value))):
         return -1  # under another name
-    fill_slot(names.slots, at, name, hash_)
+    fill_slot(space.slots, at, engine_hash, hash_)
     return 1
 
 
 @inlined
-def _give_back(blocks: Blocks, names: Names, event_names: U64, hashes: U64, at: U64) -> None:
+def _give_back(
+    blocks: Blocks, space: SpaceArrays, engine_hashes: U64, hashes: U64, at: U64
+) -> None:
     for i in range(len(at) - 1, -1, -1):
         if at[i] & _1 != _0:
-            delete(names.slots, event_names[i])
+            delete(space.slots, engine_hashes[i])
         if at[i] & _2 != _0:
             delete(blocks.table, hashes[i])
 
 
 @inlined
 def claim(
-    blocks: Blocks, names: Names, event_names: U64, hashes: U64, depth: np.uint64, out_at: U64
+    blocks: Blocks,
+    space: SpaceArrays,
+    engine_hashes: U64,
+    hashes: U64,
+    depth: np.uint64,
+    out_at: U64,
 ) -> bool:
     """Find or fill the slot of each block; False, and nothing done, if there is a conflict.
 
@@ -96,19 +103,19 @@ def claim(
     """
     capacity = capacity_of(blocks.table)
     touch_slots(blocks.table, hashes)
-    if len(names.slots) > 0:
-        touch_slots(names.slots, event_names)
+    if len(space.slots) > 0:
+        touch_slots(space.slots, engine_hashes)
     for i in range(len(hashes)):
         touch_next(blocks.table, hashes, i, capacity)
-        if len(names.slots) > 0:
-            touch_next(names.slots, event_names, i, capacity_of(names.slots))
+        if len(space.slots) > 0:
+            touch_next(space.slots, engine_hashes, i, capacity_of(space.slots))
         slot = find_slot(blocks.table, hashes[i], capacity)
         value, named = blocks.table[_2 * slot + _1], 0
         fits = _fits_content(value, hashes[i], depth)
-        if fits and len(names.slots) > 0:
-            named = _claim_name(blocks, names, event_names[i], hashes[i], value)
+        if fits and len(space.slots) > 0:
+            named = _claim_engine_hash(blocks, space, engine_hashes[i], hashes[i], value)
         if not fits or named < 0:
-            _give_back(blocks, names, event_names, hashes, out_at[:i])
+            _give_back(blocks, space, engine_hashes, hashes, out_at[:i])
             return False
         out_at[i] = (slot << _2) | (_2 if value == _0 else _0) | np.uint64(named)
         if value == _0:
@@ -165,7 +172,7 @@ def hold(
             count_up(blocks.copies, copy_key(hashes[i], holder), np.uint64(holder) << _32)
             last, last_source = source, _NOTHING
         else:
-            # A stretch of one run stays together: no set to look for after its first block.
+            # A span of one run stays together: no set to look for after its first block.
             if source != last_source:
                 last = _run_with(blocks, holder, source, last, depth, seed, before)
             runs.append(blocks.runs, last, hashes[i], before)

@@ -5,7 +5,7 @@ Out: the arrays of kernels/residency.py, changed; what became of the block.
 
 A block that others have moves to a run with their set: the one below, the one that the block before
 moved to, or a new one. Tails go block by block, and fall to no pieces. Parts for storing.py and
-applying.py. Twin: tests/index/twin.py.
+applying.py. Reference: tests/index/reference.py.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import inlined
 from kvplug.kernels.residency import (
     Blocks,
-    Names,
+    SpaceArrays,
     copy_key,
     follows,
+    has_engine_hash,
     is_held_by,
-    is_named,
     new_run,
     set_of,
     take_out,
@@ -38,7 +38,7 @@ NOT_HELD, KEPT, GONE = 0, 1, 2
 
 
 @inlined
-def can_leave(blocks: Blocks, holder: Index, num_blocks: Index) -> bool:
+def can_remove(blocks: Blocks, holder: Index, num_blocks: Index) -> bool:
     """Whether as many blocks may each leave for a run of their own."""
     num_moved = min(num_blocks, np.int64(num_entries(blocks.table)))
     fits = runs.has_room(blocks.runs, num_moved)
@@ -112,11 +112,13 @@ def _next_end(blocks: Blocks, run: np.uint64, depth: np.uint64) -> np.uint64:
 
 
 @inlined
-def _leave_end(blocks: Blocks, names: Names, name: np.uint64, slot: np.uint64, last: Left) -> Left:
+def _leave_end(
+    blocks: Blocks, space: SpaceArrays, engine_hash: np.uint64, slot: np.uint64, last: Left
+) -> Left:
     """The block at last.next_end leaves: what all but the first of a tail do."""
     run, depth = runs.run_of(last.next_end), runs.depth_of(last.next_end)
-    if len(names.slots) > 0:
-        delete(names.slots, name)
+    if len(space.slots) > 0:
+        delete(space.slots, engine_hash)
     runs.put(blocks.runs, run, runs.END, depth - _1)
     erase_slot(blocks.table, slot, capacity_of(blocks.table))
     return Left(runs.NO_RUN, run, last.before, last.wanted, _next_end(blocks, run, depth))
@@ -124,7 +126,7 @@ def _leave_end(blocks: Blocks, names: Names, name: np.uint64, slot: np.uint64, l
 
 @inlined
 def _leave_run(
-    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index,
+    blocks: Blocks, space: SpaceArrays, engine_hash: np.uint64, hash_: np.uint64, holder: Index,
     slot: np.uint64, last: Left,
 ) -> Left:  # fmt: skip
     """The holder has no copy of the block any more."""
@@ -137,8 +139,8 @@ def _leave_run(
         wanted = np.int64(
             holders.toggled(blocks.bits, blocks.meta, blocks.intern, blocks.header, before, holder)
         )
-    if len(names.slots) > 0 and not is_named(blocks, names, wanted):
-        delete(names.slots, name)
+    if len(space.slots) > 0 and not has_engine_hash(blocks, space, wanted):
+        delete(space.slots, engine_hash)
     if wanted == 0:
         take_out(blocks, run, depth, hash_)
         erase_slot(blocks.table, slot, capacity_of(blocks.table))
@@ -157,8 +159,13 @@ def _leave_run(
 
 
 @inlined
-def leave_holder(
-    blocks: Blocks, names: Names, name: np.uint64, hash_: np.uint64, holder: Index, last: Left
+def remove_from_holder(
+    blocks: Blocks,
+    space: SpaceArrays,
+    engine_hash: np.uint64,
+    hash_: np.uint64,
+    holder: Index,
+    last: Left,
 ) -> tuple[int, Left]:
     """One copy less of a block: what became of it, and Left for the next block of the event."""
     slot = find_slot(blocks.table, hash_, capacity_of(blocks.table))
@@ -168,10 +175,10 @@ def leave_holder(
     has_copies = num_entries(blocks.copies) != _0
     if place == last.next_end and not has_copies:
         blocks.header[holders.NUM_HELD + holder] -= 1
-        return GONE, _leave_end(blocks, names, name, slot, last)
+        return GONE, _leave_end(blocks, space, engine_hash, slot, last)
     if not is_held_by(blocks, runs.run_of(place), holder):
         return NOT_HELD, last
     if has_copies and _take_copy(blocks.copies, copy_key(hash_, holder)):
         return KEPT, last
     blocks.header[holders.NUM_HELD + holder] -= 1
-    return GONE, _leave_run(blocks, names, name, hash_, holder, slot, last)
+    return GONE, _leave_run(blocks, space, engine_hash, hash_, holder, slot, last)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class Refusal(StrEnum):
+class RejectReason(StrEnum):
     """Why blocks of an understood event were not applied."""
 
     UNKNOWN_PARENT = "unknown_parent"  # an earlier event was lost: the rank's blocks are incomplete
@@ -25,7 +25,7 @@ class Refusal(StrEnum):
 
 
 @dataclass(slots=True)
-class Applied:
+class ApplyResult:
     """Counts of blocks; `refused` by reason.
 
     num_moved: between CXL states; was_cleared: the rank dropped everything at some point;
@@ -38,23 +38,23 @@ class Applied:
     num_cleared: int = 0
     was_cleared: bool = False
     num_orphans: int = 0
-    _refused: Counter[str] | None = field(default=None, repr=False)
+    _rejected: Counter[str] | None = field(default=None, repr=False)
 
     @property
-    def refused(self) -> Counter[str]:
+    def rejected(self) -> Counter[str]:
         """Blocks by reason."""
-        if self._refused is None:  # made late: most batches refuse nothing
-            self._refused = Counter()
-        return self._refused
+        if self._rejected is None:  # made late: most batches refuse nothing
+            self._rejected = Counter()
+        return self._rejected
 
-    def refuse(self, reason: Refusal, num_blocks: int) -> None:
+    def reject(self, reason: RejectReason, num_blocks: int) -> None:
         """Count blocks that were not applied."""
         if num_blocks:
-            self.refused[reason.value] += num_blocks
-        if reason is Refusal.UNKNOWN_PARENT:
+            self.rejected[reason.value] += num_blocks
+        if reason is RejectReason.UNKNOWN_PARENT:
             self.num_orphans += num_blocks
 
-    def add(self, more: Applied) -> None:
+    def add(self, more: ApplyResult) -> None:
         """Count what came of events behind these."""
         self.num_stored += more.num_stored
         self.num_removed += more.num_removed
@@ -62,8 +62,8 @@ class Applied:
         self.num_cleared += more.num_cleared
         self.num_orphans = more.num_orphans + (0 if more.was_cleared else self.num_orphans)
         self.was_cleared |= more.was_cleared
-        if more._refused:
-            self.refused.update(more._refused)
+        if more._rejected:
+            self.rejected.update(more._rejected)
 
     def clear(self, num_blocks: int, *, everything: bool) -> None:
         """Count blocks that a clear took, in all tiers if it took `everything`."""

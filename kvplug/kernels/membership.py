@@ -3,7 +3,7 @@
 In:  hashes and names of one event's blocks, a holder, the arrays of kernels/residency.py.
 Out: the arrays changed; how many blocks that were.
 
-The caller has made room (joining.can_join, leaving.can_leave). Twin: tests/index/twin.py.
+The caller has made room (joining.can_join, leaving.can_leave). Reference: tests/index/reference.py.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import i8, kernel, reads, u1, u4, u8, void, writes
-from kvplug.kernels.joining import claim, hold
-from kvplug.kernels.leaving import GONE, NOT_HELD, leave_holder, nothing_left
-from kvplug.kernels.residency import Blocks, Names, hash_of_name
+from kvplug.kernels.remove import GONE, NOT_HELD, nothing_left, remove_from_holder
+from kvplug.kernels.residency import Blocks, SpaceArrays, hash_of
+from kvplug.kernels.store import claim, hold
 from kvplug.kernels.table import capacity_of, find_slot, value_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,20 +30,20 @@ _NAMES = (writes(u8), reads(u8))
 
 @kernel(i8(i8, u8, u8, reads(u8), reads(u8), writes(u8), *_NAMES, *_BLOCKS))
 def store_blocks(
-    holder: Index, parent: np.uint64, seed: np.uint64, event_names: U64, hashes: U64, out_at: U64,
-    names: U64, members: U64,
+    holder: Index, parent: np.uint64, seed: np.uint64, engine_hashes: U64, hashes: U64, out_at: U64,
+    space_slots: U64, members: U64,
     table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
 ) -> Index:  # fmt: skip
     """The holder has one more copy of consecutive blocks behind the block with hash `parent` (0: at
     the start of a sequence); returns how many it had none of, CONFLICT if nothing was done.
     """
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
-    domain = Names(names, members)
+    space = SpaceArrays(space_slots, members)
     place = value_of(table, parent) if parent != _0 else _0
     if parent != _0 and place == _0:
         return CONFLICT
     depth = _0 if parent == _0 else runs.depth_of(place) + _1
-    if not claim(blocks, domain, event_names, hashes, depth, out_at):
+    if not claim(blocks, space, engine_hashes, hashes, depth, out_at):
         return CONFLICT
     at = out_at[: len(hashes)]
     return hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
@@ -73,18 +73,18 @@ def copy_blocks(
 
 
 @kernel(i8(i8, reads(u8), *_NAMES, *_BLOCKS))
-def drop_named(
-    holder: Index, event_names: U64, names: U64, members: U64,
+def drop_engine_hashes(
+    holder: Index, engine_hashes: U64, space_slots: U64, members: U64,
     table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
 ) -> Index:  # fmt: skip
     """The holder has one copy less of each block; returns how many it had."""
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
-    domain, num_had = Names(names, members), 0
+    space, num_had = SpaceArrays(space_slots, members), 0
     last = nothing_left()
-    for i in range(len(event_names)):
-        hash_, became = hash_of_name(domain, event_names[i]), NOT_HELD
+    for i in range(len(engine_hashes)):
+        hash_, became = hash_of(space, engine_hashes[i]), NOT_HELD
         if hash_ != _0:
-            became, last = leave_holder(blocks, domain, event_names[i], hash_, holder, last)
+            became, last = remove_from_holder(blocks, space, engine_hashes[i], hash_, holder, last)
         num_had += became != NOT_HELD
     return num_had
 
@@ -94,14 +94,14 @@ def drop_hashes(
     holder: Index, hashes: U64,
     table: U64, copies: U64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64,
 ) -> Index:  # fmt: skip
-    """As drop_named for blocks without names, deepest first; returns how many the holder has no
-    more.
+    """As drop_engine_hashes for blocks without names, deepest first; returns how many the holder
+    has no more.
     """
     blocks = Blocks(table, copies, run_words, bits, meta, intern, header)
-    nameless, num_gone = Names(table[:0], table[:0]), 0
+    no_space, num_gone = SpaceArrays(table[:0], table[:0]), 0
     last = nothing_left()
     for i in range(len(hashes) - 1, -1, -1):
-        became, last = leave_holder(blocks, nameless, _0, hashes[i], holder, last)
+        became, last = remove_from_holder(blocks, no_space, _0, hashes[i], holder, last)
         num_gone += became == GONE
     return num_gone
 

@@ -12,7 +12,7 @@ from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.moe_labels import MoeLabels
 
 
-class Besides(NamedTuple):
+class BlockAnnotations(NamedTuple):
     """speculative: what ranks are about to hold; cxl: what is or was in pools; labels: experts."""
 
     speculative: ExpiringBlocks

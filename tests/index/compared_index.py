@@ -1,4 +1,6 @@
-"""An index beside its plain twin: both are told the same, and what they answer is compared."""
+"""An index beside its plain reference implementation: both are told the same, and what they answer
+is compared.
+"""
 
 from types import MappingProxyType
 
@@ -8,11 +10,11 @@ from msgspec import structs
 
 from kvplug import codec
 from kvplug.events import AllBlocksCleared, BlockRemoved, CxlStateTransition, EventBatch
-from kvplug.index.applied import Applied, Refusal
+from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
 from tests.index.four_blocks import check_all_leave
-from tests.index.twin import TwinIndex, engine_hash
+from tests.index.reference import TwinIndex, engine_hash
 
 
 class TwinnedIndexMachine(RuleBasedStateMachine):
@@ -20,7 +22,7 @@ class TwinnedIndexMachine(RuleBasedStateMachine):
 
     def begin(self, block_size, ranks, algorithms=MappingProxyType({})):
         """`algorithms`: of ranks that name blocks otherwise, as another engine kind would."""
-        self.index, self.twin = BlockIndex(block_size), TwinIndex()
+        self.index, self.reference = BlockIndex(block_size), TwinIndex()
         self.ranks, self.present, self.algorithms = ranks, set(ranks), algorithms
         for rank in ranks:
             self.index.add_rank(rank)
@@ -33,22 +35,22 @@ class TwinnedIndexMachine(RuleBasedStateMachine):
         return tuple(engine_hash(algorithm, content) for content in contents)
 
     def held_by_any(self):
-        return {content for rank in self.ranks for content in self.twin.held(rank)}
+        return {content for rank in self.ranks for content in self.reference.held(rank)}
 
     def store_in_both(self, rank, event, contents, cxl=None, label=None):
         applied = self.apply(rank, structs.replace(event, cxl=cxl, moe=label))
         if rank not in self.present:
-            assert applied.refused == {Refusal.UNKNOWN_RANK.value: 1}
+            assert applied.rejected == {RejectReason.UNKNOWN_RANK.value: 1}
             return
-        num_stored, num_refused = len(contents), 0
+        num_stored, num_rejected = len(contents), 0
         if cxl is None:
-            self.twin.store(rank, event.tier, contents)
+            self.reference.store(rank, event.tier, contents)
         else:
-            num_stored, num_refused = self.twin.store_cxl(rank, event.tier, contents, cxl)
+            num_stored, num_rejected = self.reference.store_cxl(rank, event.tier, contents, cxl)
         if label is not None:
-            self.twin.label(rank, contents, label)
+            self.reference.label(rank, contents, label)
         assert applied.num_stored == num_stored
-        assert applied.refused[Refusal.UNKNOWN_POOL.value] == num_refused
+        assert applied.rejected[RejectReason.UNKNOWN_POOL.value] == num_rejected
 
     def move_in_both(self, rank, contents, said, known):
         event = CxlStateTransition(
@@ -59,36 +61,38 @@ class TwinnedIndexMachine(RuleBasedStateMachine):
         )
         applied = self.apply(rank, event)
         if rank in self.present:
-            num_moved, num_unknown, num_in_no_pool = self.twin.move(rank, contents, said, known)
+            num_moved, num_unknown, num_in_no_pool = self.reference.move(
+                rank, contents, said, known
+            )
             assert applied.num_moved == num_moved
-            assert applied.refused[Refusal.UNKNOWN_BLOCK.value] == num_unknown
-            assert applied.refused[Refusal.UNKNOWN_POOL.value] == num_in_no_pool
+            assert applied.rejected[RejectReason.UNKNOWN_BLOCK.value] == num_unknown
+            assert applied.rejected[RejectReason.UNKNOWN_POOL.value] == num_in_no_pool
 
     def remove_in_both(self, rank, tier, contents):
         names = self.names_of(rank, contents)
         applied = self.apply(rank, BlockRemoved(block_hashes=names, tier=tier))
         if rank in self.present:
-            num_removed = self.twin.remove(rank, tier, contents)
+            num_removed = self.reference.remove(rank, tier, contents)
             assert applied.num_removed == num_removed
-            assert applied.refused[Refusal.UNKNOWN_BLOCK.value] == len(contents) - num_removed
+            assert applied.rejected[RejectReason.UNKNOWN_BLOCK.value] == len(contents) - num_removed
 
     def clear_in_both(self, rank, tier):
         self.apply(rank, AllBlocksCleared(tier=tier))
-        self.twin.clear(rank, tier)
+        self.reference.clear(rank, tier)
 
     def compare(self, contents, hashes, overlap, hits):
         """`hits`: by label, what the index counts; the contents are the prefixes of one prompt."""
         for rank in self.present:
             number = self.index.numbers.number_of(rank)
-            depths, credit = self.twin.overlap(rank, contents, self.present)
-            assert overlap.reach[:, number].tolist() == depths
+            depths, credit = self.reference.overlap(rank, contents, self.present)
+            assert overlap.prefix_lengths[:, number].tolist() == depths
             assert overlap.depth[number] == overlap.held[number]
             np.testing.assert_allclose(overlap.credit[number], credit)
             for label, counted in hits.items():
-                expected = self.twin.moe_hits(rank, contents, label, self.present)
+                expected = self.reference.moe_hits(rank, contents, label, self.present)
                 assert counted[number] == expected
             metadata = [self.index.cxl_metadata(rank, hash_) for hash_ in hashes.tolist()]
-            assert metadata == [self.twin.cxl_of(rank, content) for content in contents]
+            assert metadata == [self.reference.cxl_of(rank, content) for content in contents]
 
     def teardown(self):
         if hasattr(self, "index"):
@@ -102,7 +106,7 @@ class AppliesRecords:
         records = read_payloads([codec.encode(EventBatch(events=events))])
         if records is None:  # not plain, so none for the kernels
             return super().apply(rank, *events)
-        applied, at = Applied(), 0
+        applied, at = ApplyResult(), 0
         while at < records.num_events:
             at = self.index.apply_records(rank, records, at, 1, applied)
         return applied

@@ -1,7 +1,7 @@
 """What the routing kernel takes, for one index of the fleet: arrays by address, made anew only when
 one of them has become another array.
 
-In:  a Section, the load of the fleet, the configuration.   Out: bundles of arrays, and scratch.
+In:  a IndexGroup, the load of the fleet, the configuration.   Out: bundles of arrays, and scratch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvplug.kernels import costing, scoring
 from kvplug.kernels.bundle import Bundle
 from kvplug.router.config import RouterConfig
-from kvplug.router.fleet_index import Section
+from kvplug.router.fleet_index import IndexGroup
 from kvplug.router.load import ActiveLoad
 
 I64 = npt.NDArray[np.int64]
@@ -20,32 +20,32 @@ F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 
 
-class SectionArrays:
+class GroupArrays:
     """index, fleet: uint64 words of bundles; held: scratch; costs, own_ms: of the last request.
 
     `traffic`: what requests to this section are like (kernels/costing.py).
     """
 
-    def __init__(self, config: RouterConfig, section: Section, load: ActiveLoad) -> None:
-        self._section, self._load = section, load
+    def __init__(self, config: RouterConfig, group: IndexGroup, load: ActiveLoad) -> None:
+        self._group, self._load = group, load
         self.traffic: F64 = np.zeros(costing.TRAFFIC_WIDTH)
         self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
-        self._settings = _settings_of(config, section)
-        self._asking: object = None
-        self._num_changes = -1
+        self._settings = _settings_of(config, group)
+        self._prefix_query: object = None
+        self._seen_version = -1
 
     def refresh(self, num_ranks: int) -> None:
         """Take notice of arrays that are others now; there are so many ranks in the fleet."""
-        asking = self._section.index.asking
-        if asking is self._asking and self._num_changes == self._load.changes.count:
+        prefix_query = self._group.index.prefix_query
+        if prefix_query is self._prefix_query and self._seen_version == self._load.version.count:
             return
         self._load.reserve(num_ranks)
-        self._asking, self._num_changes = asking, self._load.changes.count
-        self.index: U64 = asking.bundle.words
-        self._index_bundle = asking.bundle
-        self.held: I64 = asking.new_rows()
+        self._prefix_query, self._seen_version = prefix_query, self._load.version.count
+        self.index: U64 = prefix_query.bundle.words
+        self._index_bundle = prefix_query.bundle
+        self.held: I64 = prefix_query.new_rows()
         self.costs, self.own_ms = np.full(num_ranks, np.inf), np.full(num_ranks, np.inf)
-        numbers = self._section.numbers
+        numbers = self._group.numbers
         self.traffic[costing.USUAL_CAPACITY] = self._load.usual_capacity(numbers)
         self._fleet_bundle = self._bundle(num_ranks)
         self.fleet: U64 = self._fleet_bundle.words
@@ -53,9 +53,9 @@ class SectionArrays:
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
         self._load.reserve(num_ranks, num_blocks)
-        highest = int(self._section.index_ranks(num_ranks)[candidates].max())
-        if self._section.index.speculative.ttl_s > 0:
-            self._section.index.speculative.reserve(highest, num_blocks)
+        highest = int(self._group.index_ranks(num_ranks)[candidates].max())
+        if self._group.index.speculative.ttl_s > 0:
+            self._group.index.speculative.reserve(highest, num_blocks)
         self.refresh(num_ranks)
 
     def note_answer(self, num_tokens: int, ms: float) -> None:
@@ -63,18 +63,18 @@ class SectionArrays:
         costing.note_answer(self.traffic, num_tokens, ms)
 
     def _bundle(self, num_ranks: int) -> Bundle:
-        load, expected = self._load, self._section.index.speculative
+        load, expected = self._load, self._group.index.speculative
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         return Bundle(
             self._settings, load.ranks.reshape(-1), self.traffic,
-            self._section.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
+            self._group.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
             *expected.arrays,
         )  # fmt: skip
 
 
-def _settings_of(config: RouterConfig, section: Section) -> F64:
-    settings, expected = np.zeros(scoring.NUM_SETTINGS), section.index.speculative
+def _settings_of(config: RouterConfig, group: IndexGroup) -> F64:
+    settings, expected = np.zeros(scoring.NUM_SETTINGS), group.index.speculative
     settings[scoring.COST_IN_MS] = config.is_cost_in_ms
     settings[scoring.OVERLAP_WEIGHT] = config.weight
     settings[scoring.TEMPERATURE] = config.temperature

@@ -1,4 +1,6 @@
-"""The plain twin of BlockIndex: dicts of contents, no hashes of ours, no arrays."""
+"""The plain reference implementation of BlockIndex: dicts of contents, no hashes of ours, no
+arrays.
+"""
 
 from collections import Counter
 
@@ -7,7 +9,7 @@ import xxhash
 from kvplug.events import CxlMetadata, CxlState, Tier
 
 CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25, "pool": 0.9}
-REACHES = [
+SCOPES = [
     {Tier.DEVICE},
     {Tier.DEVICE, Tier.HOST},
     {Tier.DEVICE, Tier.HOST, Tier.DISK},
@@ -50,18 +52,18 @@ class TwinIndex:
 
         A stored event takes no copy out of a pool, but for one in another pool.
         """
-        num_stored = num_refused = 0
+        num_stored = num_rejected = 0
         for content in contents:
             now = self._inherit(rank, content, said)
             if said.state is CxlState.CXL_POOLED and now.pool_id is None:
-                num_refused += 1
+                num_rejected += 1
                 continue
             if said.state in (CxlState.LOCAL_GPU, CxlState.IN_TRANSIT):
                 self.of(rank, tier)[content] += 1
             num_stored += said.state is not CxlState.EVICTED
             if said.state is CxlState.CXL_POOLED or not self._is_pooled(rank, content):
                 self._note(rank, content, now)
-        return num_stored, num_refused
+        return num_stored, num_rejected
 
     def move(self, rank, contents, said, known):
         """`known`: contents that have a name. Returns how many blocks moved, how many are unknown,
@@ -158,9 +160,9 @@ class TwinIndex:
         return has
 
     def overlap(self, rank, contents, fleet):
-        """Depths by reach, and the credit."""
+        """Depths by scope, and the credit."""
         has = [self._has(rank, content, fleet) for content in contents]
-        depths = [depth_of(kinds & reach for kinds in has) for reach in REACHES]
+        depths = [depth_of(kinds & scope for kinds in has) for scope in SCOPES]
         credit = sum(max(CREDIT[kind] for kind in kinds) for kinds in has[: depths[3]])
         return depths, credit
 

@@ -25,6 +25,6 @@ def test_a_rank_has_a_port_or_a_name_of_its_own(endpoint, dp_rank, expected):
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://5557", "tcp://*:", "tcp://*:x", "tcp://*:65535"])
-def test_a_tcp_endpoint_without_a_usable_port_is_refused(endpoint):
+def test_a_tcp_endpoint_without_a_usable_port_is_rejected(endpoint):
     with pytest.raises(ConfigError, match="expected tcp://ADDRESS:PORT"):
         endpoint_of_rank(endpoint, 1)

@@ -20,49 +20,49 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.changes import Changes
+from kvplug.index.array_version import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
-from kvplug.kernels import checking, runs, storing
+from kvplug.kernels import checking, membership, runs
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-NAMELESS: U64 = np.zeros(0, dtype=np.uint64)
-"""No table of names, or every holder in the domain."""
+NO_ENGINE_HASHES: U64 = np.zeros(0, dtype=np.uint64)
+"""No engine hashes, or every holder in the hash space."""
 
 
 _MIN_BLOCKS = 800
 ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
-"""Names of Holdings.arrays."""
+"""Names of BlockStore.arrays."""
 
 
-class Stretch(NamedTuple):
+class BlockSpan(NamedTuple):
     """Consecutive blocks of a sequence.
 
     hashes: uint64[n], sequence hashes; parent: that of the block before the first, 0 at the start;
-    seed: of their namespace; names: uint64[n], engine hashes, none if nobody names them.
+    seed: of their namespace; engine_hashes: uint64[n], none if they have none.
     """
 
     hashes: U64
     parent: int = 0
     seed: int = 0
-    names: U64 = NAMELESS
+    engine_hashes: U64 = NO_ENGINE_HASHES
 
 
-class Holdings:
+class BlockStore:
     """store, copy, drop; arrays only. Kernels change them, too."""
 
-    def __init__(self, changes: Changes | None = None) -> None:
-        self.changes = changes or Changes()
-        self.table = HashTable(self.changes)
+    def __init__(self, version: ArrayVersion | None = None) -> None:
+        self.version = version or ArrayVersion()
+        self.table = HashTable(self.version)
         self.table.reserve(_MIN_BLOCKS)
-        self.copies = HashTable(self.changes)
-        self.runs = RunTable(self.changes)
-        self.sets = HolderSets(self.changes)
+        self.copies = HashTable(self.version)
+        self.runs = RunTable(self.version)
+        self.sets = HolderSets(self.version)
         self._slots: U64 = np.empty(0, dtype=np.uint64)
 
     def __len__(self) -> int:
@@ -76,14 +76,14 @@ class Holdings:
         return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
 
     def load(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Be what other holdings were whose arrays these are; they stay in use."""
+        """Be what other the block store were whose arrays these are; they stay in use."""
         table, copies, words, *sets = arrays
         limit = self.table.limit
-        self.table, self.copies = HashTable(self.changes, table), HashTable(self.changes, copies)
+        self.table, self.copies = HashTable(self.version, table), HashTable(self.version, copies)
         self.table.limit = limit
-        self.runs = RunTable(self.changes, words)
+        self.runs = RunTable(self.version, words)
         self.sets.load(*sets)
-        self.changes.count += 1
+        self.version.count += 1
 
     @property
     def nbytes(self) -> int:
@@ -119,35 +119,40 @@ class Holdings:
         self.sets.reserve(holder, num_moved)
 
     def store(
-        self, holder: int, stretch: Stretch, domain: tuple[U64, U64] = (NAMELESS, NAMELESS)
+        self,
+        holder: int,
+        span: BlockSpan,
+        hash_space: tuple[U64, U64] = (NO_ENGINE_HASHES, NO_ENGINE_HASHES),
     ) -> int | None:
         """The holder has one more copy of consecutive blocks.
 
-        `domain`: slots and members of the table of their names, if they have names. Returns how
-        many blocks the holder did not have before; None, and nothing done, if names and contents
-        do not go together.
+        `hash space`: slots and members of the table of their engine hashes, if they have any.
+        Returns how many blocks the holder did not have before; None, and nothing done, if engine
+        hashes and contents do not go together.
         """
-        hashes = stretch.hashes
+        hashes = span.hashes
         self.reserve(holder, len(hashes))
-        parent, seed = np.uint64(stretch.parent), np.uint64(stretch.seed)
-        event = holder, parent, seed, stretch.names, hashes, self._slots
-        num_new = storing.store_blocks(*event, *domain, *self.arrays)
-        return None if num_new == storing.CONFLICT else int(num_new)
+        parent, seed = np.uint64(span.parent), np.uint64(span.seed)
+        event = holder, parent, seed, span.engine_hashes, hashes, self._slots
+        num_new = membership.store_blocks(*event, *hash_space, *self.arrays)
+        return None if num_new == membership.CONFLICT else int(num_new)
 
     def copy(self, holder: int, sequence_hashes: U64) -> int:
         """As `store`, for blocks that somebody has; returns how many the holder did not have."""
         self.reserve(holder, len(sequence_hashes))
-        return int(storing.copy_blocks(holder, sequence_hashes, self._slots, *self.arrays))
+        return int(membership.copy_blocks(holder, sequence_hashes, self._slots, *self.arrays))
 
     def drop(self, holder: int, sequence_hashes: U64) -> int:
         """The holder has one copy less of each block; returns how many it has no more."""
         self.reserve_runs(holder, len(sequence_hashes))
-        return int(storing.drop_hashes(holder, sequence_hashes, *self.arrays))
+        return int(membership.drop_hashes(holder, sequence_hashes, *self.arrays))
 
-    def drop_named(self, holder: int, names: U64, domain: tuple[U64, U64]) -> int:
+    def drop_engine_hashes(
+        self, holder: int, engine_hashes: U64, hash_space: tuple[U64, U64]
+    ) -> int:
         """As `drop`, by engine hashes; returns how many the holder had."""
-        self.reserve_runs(holder, len(names))
-        return int(storing.drop_named(holder, names, *domain, *self.arrays))
+        self.reserve_runs(holder, len(engine_hashes))
+        return int(membership.drop_engine_hashes(holder, engine_hashes, *hash_space, *self.arrays))
 
     def seed_of(self, sequence_hash: int) -> int:
         """The seed of a block's namespace."""
@@ -158,7 +163,7 @@ class Holdings:
         """bool[blocks], whether any of the holders has the block."""
         held = np.empty(len(sequence_hashes), dtype=np.uint8)
         mask, words = self.sets.mask_of(holders), self.sets.words
-        storing.which_held(
+        membership.which_held(
             sequence_hashes, mask, words, self.table.slots, self.runs.words, self.sets.bits, held
         )
         return held.view(np.bool_)
@@ -178,7 +183,7 @@ class Holdings:
             self.copies.slots, self.table.slots, self.runs.words, self.sets.bits, self.sets.words
         )
         if num_copied != len(self.copies):
-            raise IndexCorruptError("holdings: copies of a block that the holder has not")
+            raise IndexCorruptError("the block store: copies of a block that the holder has not")
 
     def _check_runs(self) -> None:
         live = self.runs.is_live
@@ -197,7 +202,7 @@ class Holdings:
     def _check_num_held(self, set_of_run: I64) -> None:
         num_blocks = self.runs.num_blocks[self.runs.is_live]
         if not np.array_equal(self.sets.num_held, self.sets.sum_by_holder(set_of_run, num_blocks)):
-            raise IndexCorruptError("holdings: a holder counts other blocks than it has")
+            raise IndexCorruptError("the block store: a holder counts other blocks than it has")
 
     def _check_links(self) -> None:
         live, above, below = self.runs.is_live, self.runs.above, self.runs.below

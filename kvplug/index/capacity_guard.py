@@ -1,0 +1,87 @@
+"""Room in an index within its bounds: whether blocks may come, and what has to go for them.
+
+In:  a number of blocks of a holder.   Out: whether they fit, or an Eviction that makes room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.index.block_store import BlockStore
+from kvplug.index.bounds import Bounds, EvictedHashFilter, EvictionStats
+from kvplug.index.evicting import Eviction
+from kvplug.index.hash_space import HashSpace
+from kvplug.index.sweeping import SpaceArrays
+
+U64 = npt.NDArray[np.uint64]
+
+# Of the blocks, to go at once: a sweep costs as much for one block as for many.
+_PART_TO_EVICT = 8
+
+
+class CapacityGuard:
+    """is_over_bytes, eviction, make; `stats` and `evicted_hashes` say what had to go.
+
+    `others_nbytes` is the memory of what is not in the block store, with a hash space's table as
+    large as it would be with so many more engine hashes; `hash_spaces` lists them all;
+    `forget_gone` is called when blocks have left the index by an eviction.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        block_store: BlockStore,
+        others_nbytes: Callable[[HashSpace | None, int], int],
+        hash_spaces: Callable[[], Sequence[SpaceArrays]],
+        forget_gone: Callable[[], None],
+    ) -> None:
+        self.bounds, self.stats, self.evicted_hashes = bounds, EvictionStats(), EvictedHashFilter()
+        self.block_store, self._others_nbytes = block_store, others_nbytes
+        self._hash_spaces = hash_spaces
+        self._forget_gone = forget_gone
+        block_store.table.limit = bounds.max_blocks or 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of what is remembered of evicted blocks."""
+        return self.evicted_hashes.nbytes
+
+    def is_over_bytes(self, hash_space: HashSpace, holder: int, num_blocks: int) -> bool:
+        """Whether arrays would have to grow beyond the bound for an event of so many blocks.
+
+        What is there already is no reason to evict: arrays do not shrink.
+        """
+        if self.bounds.max_bytes is None:
+            return False
+        now = self.block_store.nbytes + self._others_nbytes(None, 0)
+        grown = self.block_store.grown_nbytes(holder, num_blocks)
+        grown += self._others_nbytes(hash_space, num_blocks)
+        remembered = self.evicted_hashes.nbytes_for(len(self.block_store) + num_blocks)
+        return grown > now and grown + remembered > self.bounds.max_bytes
+
+    def eviction(self, num_blocks: int) -> Eviction:
+        """What makes room for so many blocks, and for many more; it may find nothing to evict."""
+        num_wanted = max(num_blocks, len(self.block_store) // _PART_TO_EVICT)
+        return Eviction(
+            self.block_store, self._hash_spaces(), num_wanted, self.stats, self.evicted_hashes
+        )
+
+    def make(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
+        """Evict what is in the way of these blocks, all at once; False if nothing more can go."""
+        while self._is_over(hash_space, holder, hashes):
+            eviction = self.eviction(len(hashes))
+            eviction.finish()
+            self._forget_gone()
+            if not eviction.num_blocks:
+                return False
+        return True
+
+    def _is_over(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
+        held, limit = self.block_store, self.bounds.max_blocks
+        if limit is not None and len(held) + len(hashes) > limit:
+            num_new = int((held.table.find(hashes) == 0).sum())
+            return len(held) + num_new > limit
+        return self.is_over_bytes(hash_space, holder, len(hashes))

@@ -1,0 +1,139 @@
+"""Which engine hash space each rank is in.
+
+In:  ranks, engine hashes.   Out: sequence hashes; hash spaces with the bits of their holders.
+
+Ranks begin in one common hash space, as engines of one kind give equal blocks equal engine hashes.
+One whose hashes disagree is moved into a hash space of its own, with the engine hashes of its
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import IndexCorruptError
+from kvplug.events import Rank, SequenceHash
+from kvplug.index.block_store import NO_ENGINE_HASHES, BlockStore
+from kvplug.index.hash_space import HashSpace
+from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.kernels import checking
+
+U64 = npt.NDArray[np.uint64]
+
+
+class HashSpaces:
+    """len and iteration over those in use; add, remove, part; of, arrays_of, hash_of."""
+
+    def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
+        self.numbers, self._block_store, self._version = numbers, block_store, block_store.version
+        self._hash_space_of: dict[Rank, HashSpace] = {}
+        self.common = HashSpace(self._version)
+
+    def __len__(self) -> int:
+        """How many are in use."""
+        return len(self.in_use)
+
+    def __iter__(self) -> Iterator[HashSpace]:
+        return iter(self.in_use)
+
+    @property
+    def in_use(self) -> set[HashSpace]:
+        """Those that ranks are in."""
+        return set(self._hash_space_of.values())
+
+    @property
+    def all(self) -> list[HashSpace]:
+        """Those in use, and the common one, which is the first."""
+        return [self.common, *(self.in_use - {self.common})]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of their tables."""
+        return sum(hash_space.table.nbytes for hash_space in self.all)
+
+    def ranks_of(self, worker: str) -> list[Rank]:
+        """The ranks of a worker."""
+        return [rank for rank in self._hash_space_of if rank.worker == worker]
+
+    def get(self, rank: Rank) -> HashSpace | None:
+        """The hash space of a rank, None if it is not followed."""
+        return self._hash_space_of.get(rank)
+
+    def of(self, rank: Rank) -> HashSpace:
+        """The hash space of a rank."""
+        return self._hash_space_of[rank]
+
+    def add(self, rank: Rank, hash_space: HashSpace | None = None) -> None:
+        """The rank is in this hash space from now on, in the common one by default."""
+        hash_space = hash_space or self.common
+        self._hash_space_of[rank] = hash_space
+        hash_space.ranks.add(rank)
+        self.numbers.add(rank)
+        self._version.count += 1
+
+    def remove(self, rank: Rank) -> None:
+        """The rank, which holds nothing, goes."""
+        self._hash_space_of.pop(rank).ranks.discard(rank)
+        self.numbers.remove(rank)
+        self._version.count += 1
+
+    def load(self, ranks: list[list[Rank]], slots_of: list[U64], common: int) -> None:
+        """Be what other hash spaces were; numbers and the block store are loaded."""
+        hash_spaces = [HashSpace(self._version, slots) for slots in slots_of]
+        self.common = hash_spaces[common]
+        for members, hash_space in zip(ranks, hash_spaces, strict=True):
+            hash_space.ranks.update(members)
+            self._hash_space_of.update(dict.fromkeys(members, hash_space))
+        self._version.count += 1
+
+    def members_of(self, hash_space: HashSpace) -> U64:
+        """The holders of its ranks as bits; none at all if there is no other hash space."""
+        if len(hash_space.ranks) == len(self.numbers):
+            return NO_ENGINE_HASHES
+        return self._block_store.sets.mask_of(self.numbers.holders_of(hash_space.ranks))
+
+    def arrays_of(self, hash_space: HashSpace) -> tuple[U64, U64]:
+        """Slots and members, as kernels/residency.py wants them."""
+        return hash_space.table.slots, self.members_of(hash_space)
+
+    def hash_of(self, rank: Rank, engine_hash: int | None) -> SequenceHash | None:
+        """What the rank calls by an engine hash, None if nothing."""
+        if engine_hash is None:
+            return None
+        hash_ = int(self.of(rank).table.find(np.array([engine_hash], dtype=np.uint64))[0])
+        return SequenceHash(hash_) if hash_ else None
+
+    def part(self, rank: Rank) -> None:
+        """Into a hash space of its own, with its engine hashes; the others forget what only it
+        held.
+        """
+        common, own = self.of(rank), HashSpace(self._version)
+        engine_hashes, hashes = common.table.items()
+        common.ranks.discard(rank)
+        self.add(rank, own)
+        mine = self._block_store.which_held(hashes, self.numbers.holders_of(own.ranks))
+        own.table.put(engine_hashes[mine], hashes[mine])
+        theirs = self._block_store.which_held(hashes, self.numbers.holders_of(common.ranks))
+        common.table.erase(engine_hashes[~theirs])
+        self._version.count += 1
+
+    def check(self) -> None:
+        """Engine hashes and held blocks pair up in each; raises IndexCorruptError."""
+        for rank, hash_space in self._hash_space_of.items():
+            if rank not in hash_space.ranks or rank not in self.numbers:
+                raise IndexCorruptError(f"index: {rank} is in no hash space or has no number")
+        for hash_space in self.in_use:
+            self._check(hash_space)
+
+    def _check(self, hash_space: HashSpace) -> None:
+        hash_space.table.check()
+        slots, members = self.arrays_of(hash_space)
+        held, words = self._block_store, self._block_store.sets.words
+        seen = np.zeros(held.table.capacity // 8 + 1, dtype=np.uint8)
+        arrays = held.table.slots, held.runs.words, held.sets.bits, words, members
+        num_hashes = checking.count_engine_hashes(slots, *arrays, seen)
+        if not len(hash_space.table) == num_hashes == checking.count_held(*arrays):
+            raise IndexCorruptError("hash space: engine hashes and held blocks do not pair up")
