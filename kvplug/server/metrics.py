@@ -30,16 +30,19 @@ _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
         "prompt tokens that the router expected in the worker's cache",
         lambda c: c.num_cached_tokens,
     ),
-    "kvplug_requests_lost": ("sent elsewhere, the worker was gone", lambda c: c.num_lost),
-    "kvplug_requests_broken": ("answers that ended half way", lambda c: c.num_broken),
+    "kvplug_requests_lost": ("requests that the worker did not answer", lambda c: c.num_lost),
+    "kvplug_requests_broken": ("answers that ended halfway", lambda c: c.num_broken),
 }
 _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
     "kvplug_event_messages": ("event messages received", lambda f: f.num_messages),
-    "kvplug_event_messages_missed": ("gaps in sequence numbers", lambda f: f.sequencer.num_missed),
-    "kvplug_event_restarts": ("engine restarts seen", lambda f: f.sequencer.num_restarts),
-    "kvplug_event_replays": ("replays asked for", lambda f: f.sequencer.num_replays),
-    "kvplug_event_replays_failed": ("replays without a use", lambda f: f.sequencer.num_failures),
-    "kvplug_event_messages_recovered": ("replayed", lambda f: f.sequencer.num_recovered),
+    "kvplug_event_messages_missed": ("event messages missing", lambda f: f.sequencer.num_missed),
+    "kvplug_event_restarts": ("engine restarts detected", lambda f: f.sequencer.num_restarts),
+    "kvplug_event_replays": ("replays requested", lambda f: f.sequencer.num_replays),
+    "kvplug_event_replays_failed": ("replays that failed", lambda f: f.sequencer.num_failures),
+    "kvplug_event_messages_recovered": (
+        "replayed and applied",
+        lambda f: f.sequencer.num_recovered,
+    ),
     "kvplug_blocks_stored": ("blocks that the engine stored", lambda f: f.num_stored),
     "kvplug_blocks_removed": ("blocks that the engine removed", lambda f: f.num_removed),
 }
@@ -77,7 +80,7 @@ class _Findings(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        text = "1 while the diagnosis finds this, 0 once it no longer holds"
+        text = "1 while the finding holds, 0 when it is over"
         family = GaugeMetricFamily("kvplug_findings", text, labels=["worker", "code"])
         found = {(finding.worker, finding.code) for finding in self._diagnosis.look()}
         for worker, code in sorted(self._diagnosis.seen):
@@ -90,7 +93,7 @@ class _Connections(Collector):
         self._listener = listener
 
     def collect(self) -> Iterator[Metric]:
-        text = "connections refused for want of descriptors, or beyond --max-connections"
+        text = "client connections refused: no descriptors left, or beyond --max-connections"
         refused = self._listener.num_refused
         yield CounterMetricFamily("kvplug_connections_refused", text, refused)
 
@@ -113,11 +116,11 @@ class _Readings(Collector):
     def _of_index(self) -> Iterator[Metric]:
         groups, load = self._router.fleet_index.groups, self._router.load
         labels = ["model", "block_size"]
-        blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks known", labels=labels)
+        blocks = GaugeMetricFamily("kvplug_index_blocks", "distinct blocks indexed", labels=labels)
         nbytes = GaugeMetricFamily("kvplug_index_bytes", "memory of the index", labels=labels)
-        text = "blocks that count as cached because they were routed, those just overdue too"
+        text = "speculative blocks: they count as cached because a prompt was routed"
         routed = GaugeMetricFamily("kvplug_routed_blocks", text, labels=labels)
-        text = "of those, dropped before their time for want of room"
+        text = "speculative blocks dropped early because their table was full"
         lost = CounterMetricFamily("kvplug_routed_blocks_lost", text, labels=labels)
         for group in groups:
             of = [group.model, str(group.block_size)]
@@ -128,14 +131,14 @@ class _Readings(Collector):
         yield from (blocks, nbytes, routed, lost)
         yield from self._of_bounds()
         yield GaugeMetricFamily("kvplug_requests_in_flight", "requests not finished", len(load))
-        expired = "requests that nobody finished in time"
+        expired = "requests that did not finish within --request-expiry-s"
         yield CounterMetricFamily("kvplug_requests_expired", expired, load.num_expired)
-        text = "requests routed without prefix knowledge, their text could not be tokenized"
+        text = "requests routed by load alone, as their text could not be tokenized"
         family = CounterMetricFamily("kvplug_requests_untokenized", text, labels=["model"])
         for model, count in self._prompts.untokenized.items():
             family.add_metric([model], count)
         yield family
-        text = "requests routed without knowing what is cached of them"
+        text = "requests routed without knowing what is cached of them, by reason"
         family = CounterMetricFamily("kvplug_requests_without_prefix", text, labels=["reason"])
         for reason, count in self._prompts.without_prefix.items():
             family.add_metric([reason], count)
@@ -143,9 +146,9 @@ class _Readings(Collector):
 
     def _of_bounds(self) -> Iterator[Metric]:
         labels = ["model", "block_size"]
-        text = "blocks that left the index for its bounds"
+        text = "blocks that the index dropped to stay within its bounds"
         blocks = CounterMetricFamily("kvplug_index_evicted_blocks", text, labels=labels)
-        text = "pairs of a block and a holder that left the index for its bounds"
+        text = "pairs of block and holder that the index dropped to stay within its bounds"
         pairs = CounterMetricFamily("kvplug_index_evicted_memberships", text, labels=labels)
         for group in self._router.fleet_index.groups:
             lost = group.index.capacity_guard.stats
@@ -161,11 +164,11 @@ class _Readings(Collector):
         yield from self._of_caches()
 
     def _of_caches(self) -> Iterator[Metric]:
-        text = "blocks on the worker's device"
+        text = "blocks in the worker's GPU memory"
         resident = GaugeMetricFamily("kvplug_cache_blocks", text, labels=["worker"])
-        text = "blocks that it has room for, as it says or as its evictions tell"
+        text = "blocks that it has room for, as the engine says or as its evictions show"
         capacity = GaugeMetricFamily("kvplug_cache_capacity_blocks", text, labels=["worker"])
-        text = "usual error of the predicted time to first token, as a share"
+        text = "mean error of the predicted time to first token, as a share of it"
         error = GaugeMetricFamily("kvplug_predicted_ttft_error", text, labels=["worker"])
         for url in self._fleet.workers:
             size = self._router.cache_size(Rank(url))
@@ -181,10 +184,12 @@ class _Readings(Collector):
             "kvplug_events_connected", "1 if the event stream is connected", labels=["worker"]
         )
         trust = GaugeMetricFamily(
-            "kvplug_trust", "1 for the level of trust that holds", labels=["worker", "level"]
+            "kvplug_trust", "1 for the current level of trust", labels=["worker", "level"]
         )
         skipped = CounterMetricFamily(
-            "kvplug_events_skipped", "what could not be applied", labels=["worker", "reason"]
+            "kvplug_events_skipped",
+            "what could not be used, by reason",
+            labels=["worker", "reason"],
         )
         for url, follower in followers:
             connected.add_metric([url], follower.connected)

@@ -1,11 +1,11 @@
-"""docs/diagnosis.md has every code, and no other."""
+"""docs/troubleshooting.md has every code, and no other."""
 
 import re
 from pathlib import Path
 
 from kvplug.server.diagnosis.finding import Code
 
-PAGE = Path(__file__).parents[3] / "docs" / "diagnosis.md"
+PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 
 
 def test_the_table_of_codes_is_complete():
