@@ -1,0 +1,70 @@
+"""The example programs, run as they are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import custom_constraint, in_process
+from kvplug import AllBlocksCleared, BlockStored, EventBatch
+from kvplug.errors import NoWorkerError
+from kvplug.sim.publisher import EventPublisher
+
+ROOT = Path(__file__).parents[2]
+PROMPT = list(range(1, 65))
+
+
+def test_documents_stay_where_they_were_computed(capsys):
+    in_process.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    for number in (0, 1):
+        mine = [line for line in lines if line.startswith(f"document {number}")]
+        assert mine[0].endswith(" 0 tokens cached")
+        assert len({line.split(",")[0] for line in mine}) == 1
+        assert all(line.endswith(" 992 tokens cached") for line in mine[1:])
+
+
+def test_a_tenant_is_sent_elsewhere_at_its_limit(capsys):
+    custom_constraint.main()
+    lines = capsys.readouterr().out.splitlines()
+    workers = [line.split()[2].rstrip(",") for line in lines]
+    assert sorted(workers) == ["a", "a", "b", "b"]
+
+
+def test_a_tenant_at_its_limit_everywhere_is_refused_until_a_request_ends():
+    gateway = custom_constraint.Gateway()
+    decisions = [gateway.route("acme", PROMPT) for _ in range(4)]
+    with pytest.raises(NoWorkerError):
+        gateway.route("acme", PROMPT)
+    gateway.route("other", PROMPT)
+    gateway.finish("acme", decisions[0])
+    assert gateway.route("acme", PROMPT).rank == decisions[0].rank
+
+
+@pytest.fixture
+def engines():
+    """The event streams of two engines; the second has cached the prompt."""
+    any_port = "tcp://127.0.0.1:*"
+    with (
+        EventPublisher(any_port, replay_endpoint=any_port) as a,
+        EventPublisher(any_port, replay_endpoint=any_port) as b,
+    ):
+        a.publish(EventBatch(events=(AllBlocksCleared(),)))
+        stored = BlockStored(block_hashes=(1, 2, 3, 4), token_ids=tuple(PROMPT), block_size=16)
+        b.publish(EventBatch(events=(stored,)))
+        yield {"a": a, "b": b}
+
+
+def test_a_gateway_follows_engines(engines):
+    arguments = [f"{name},{e.endpoint},{e.replay_endpoint}" for name, e in engines.items()]
+    command = [sys.executable, "-m", "examples.follow_engines", *arguments]
+    prompt = " ".join(map(str, [*PROMPT, 99]))
+    run = subprocess.run(
+        command, input=f"{prompt}\n7 8 9\n", capture_output=True, text=True, cwd=ROOT, timeout=250
+    )
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.splitlines()
+    assert first == "b 64"
+    assert second.endswith(" 0")
