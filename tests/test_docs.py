@@ -1,9 +1,12 @@
-"""The documentation says what is true: its code runs, its flags exist."""
+"""The documentation says what is true: its code runs, its flags, links and metrics exist."""
 
+import functools
+import importlib
 import json
 import re
 import shlex
-from pathlib import Path
+import tomllib
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -15,38 +18,179 @@ from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import doctor
 from kvplug.setting import settings_of
+from kvplug.sim import cli as engine_cli
+from kvplug.sim.replay import cli as replay_cli
 from kvplug.topics import Topic
 from kvplug.wire import TIERS
 from tests import settings_tables
+from tests.documentation import PAGES, ROOT, anchors, blocks, commands, links, name_of
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+OTHER_PROGRAMS = {"source", "kill"}
+# Flags of programs that are not ours.
+OF_ENGINES = {
+    *("--api-key", "--block-size", "--enable-force-include-usage", "--enable-prefix-caching"),
+    *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port"),
+    *("--prefix-caching-hash-algo", "--served-model-name"),
+    *("--decode-log-interval", "--disable-radix-cache", "--enable-cache-report", "--model-path"),
+    *("--page-size",),
+}
+OF_OTHERS = {"--no-cache-dir", "--create-home", "--index-url"}
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def pages(found):
+    return [pytest.param(*each, id=f"{name_of(each[0])}:{each[1]}") for each in found]
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_in_the_readme_runs(code):
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize(("page", "number", "code"), pages(blocks("python")))
+def test_python_blocks_run(page, number, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compiled = compile(code, f"{name_of(page)}, block {number}", "exec")
+    if "import LLM" not in code:
+        exec(compiled, {})
+        return
+    # It needs vLLM: of that block the names of kvplug are checked.
+    for module in re.findall(r"^import (kvplug[\w.]+)$", code, re.MULTILINE):
+        assert hasattr(importlib.import_module(module), "register")
 
 
-def test_the_router_command_in_the_readme_is_understood():
-    [command] = [
-        line
-        for block in blocks("bash")
-        for line in block.replace("\\\n", " ").splitlines()
-        if "kvplug.router" in line
-    ]
-    config, _ = parse(shlex.split(command)[3:])
-    assert [worker.events for worker in config.workers] == [
-        "tcp://127.0.0.1:5557",
-        "tcp://127.0.0.1:5558",
-    ]
+@pytest.mark.parametrize(("page", "number", "code"), pages(blocks("bash")))
+def test_bash_blocks_name_what_exists(page, number, code):
+    found = list(commands(code))
+    assert found
+    for words in found:
+        check_command(words)
+
+
+def check_command(words):
+    program, *arguments = words
+    program = program.removeprefix(".venv/bin/")
+    if program == "make":
+        check_make(arguments)
+    elif program in ("python", "python3"):
+        assert arguments[0] == "-m"
+        check_module(arguments[1], arguments[2:])
+    elif program == "vllm":
+        assert arguments[0] == "serve"
+        check_engine(arguments[1:])
+    elif program == "pip":
+        for extra in re.findall(r"\[(\w+)\]", " ".join(arguments)):
+            assert (
+                extra
+                in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                    "optional-dependencies"
+                ]
+            )
+    elif program == "curl":
+        [url] = [word for word in arguments if word.startswith("http")]
+        assert f" {urlsplit(url).path}`" in SETTINGS
+    elif program != "echo":
+        assert program in OTHER_PROGRAMS, words
+
+
+def check_make(arguments):
+    for word in arguments:
+        variable, equals, _ = word.partition("=")
+        if equals:
+            assert f"$({variable})" in MAKEFILE, word
+        else:
+            assert f"\n{word}:" in MAKEFILE, word
+
+
+def check_module(module, arguments):
+    if module == "kvplug.router" and arguments[:1] == ["doctor"]:
+        doctor._parser().parse_args(arguments[1:])
+    elif module == "kvplug.router":
+        parse(arguments)
+    elif module == "kvplug.sim.engine":
+        engine_cli.parse(arguments)
+    elif module == "kvplug.sim":
+        replay_cli._parser().parse_args(arguments)
+    elif module == "sglang.launch_server":
+        check_engine(arguments)
+    elif module == "tests.chaos":
+        assert {word for word in arguments if word.startswith("--")} <= set(of_tests())
+    elif module != "venv":
+        assert importlib.util.find_spec(module), module
+
+
+def check_engine(arguments):
+    assert {word for word in arguments if word.startswith("--")} <= OF_ENGINES
+    config = json.loads(arguments[arguments.index("--kv-events-config") + 1])
+    # What the engine itself reads, and does not hand to its publisher.
+    for name in ("publisher", "enable_kv_cache_events", "format"):
+        config.pop(name, None)
+    assert PublisherConfig(**config).of_rank(1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_targets_and_flags_in_the_text_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"`make ([a-z-]+)", text):
+        check_make([target])
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+    assert flags - all_flags() == set()
+
+
+@functools.cache
+def all_flags():
+    parsers = (doctor._parser(), engine_cli._parser(), replay_cli._parser())
+    ours = {flag for parser in parsers for flag in parser._option_string_actions}
+    return ours | {"--log-level", *of_router(), *of_tests()} | OF_ENGINES | OF_OTHERS
+
+
+def of_router():
+    for config in (RouterConfig, ServerConfig):
+        for _, known in settings_of(config):
+            yield from known.flags
+
+
+def of_tests():
+    """Of the programs that `make` runs."""
+    for path in [*(ROOT / "tests" / "benchmarks").glob("*.py"), ROOT / "tests/chaos/__main__.py"]:
+        yield from re.findall(r'"(--[a-z-]+)"', path.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_environment_variables_in_the_text_exist(page):
+    known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE"}
+    known |= {"KVPLUG_TEST_EXAMPLES"}
+    assert set(re.findall(r"\bKVPLUG_[A-Z_]*[A-Z]", page.read_text())) <= known
+
+
+def test_workers_in_deployments_are_understood():
+    text = (ROOT / "docs" / "deploying.md").read_text().replace("\\\n", " ")
+    systemd = re.search(r'"KVPLUG_WORKER=(.*?)"', text)[1]
+    kubernetes = re.search(r"value: >-\n(.*?)\n +ports:", text, re.DOTALL)[1]
+    for workers in (systemd, kubernetes):
+        config, _ = parse([], {"KVPLUG_WORKER": " ".join(workers.split())})
+        assert len(config.workers) == 2
+        assert all(worker.events and worker.replay for worker in config.workers)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs" / "README.md"
+    listed = {link.partition("#")[0] for link in links(index)}
+    moved = {"README.md", "diagnosis.md"}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - moved <= listed
+
+
+def test_pictures_are_small():
+    for picture in (ROOT / "docs" / "img").iterdir():
+        assert picture.stat().st_size <= 200_000
 
 
 def test_every_setting_is_documented_with_its_default(capsys, monkeypatch):
@@ -130,12 +274,6 @@ def test_the_commands_of_the_page_on_events_are_understood():
         "kv@pod-0@qwen",
         "kv@pod-1@qwen",
     ]
-
-
-def test_links_between_the_pages_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_paths_named_in_the_documentation_exist():

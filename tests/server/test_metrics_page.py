@@ -1,0 +1,65 @@
+"""docs/metrics.md has every metric that a running router exports, and no other."""
+
+import re
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvplug.router.config import RouterConfig
+from kvplug.server import service
+from kvplug.server.config import ServerConfig, WorkerSpec
+from tests.documentation import PAGES, ROOT, name_of
+from tests.server.engine import Engine, served
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+ROW = re.compile(r"^\| `(kvplug_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+
+
+@pytest.fixture
+async def families(monkeypatch):
+    """{name: (type, labels)} of a router in front of an engine; /metrics has been scraped."""
+    made = []
+
+    class Metrics(service.Metrics):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            made.append(self)
+
+    monkeypatch.setattr(service, "Metrics", Metrics)
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(served(Engine()))
+        worker = WorkerSpec(url=url, events="tcp://127.0.0.1:9")
+        config = ServerConfig(
+            workers=(worker,), port=0, router=RouterConfig(block_size=4), grace_s=0.2
+        )
+        router = await stack.enter_async_context(service.RouterService(config))
+        client = await stack.enter_async_context(aiohttp.ClientSession(router.url))
+        body = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
+        async with client.post("/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        async with client.get("/metrics") as answer:
+            scraped = {each.name for each in text_string_to_metric_families(await answer.text())}
+        [metrics] = made
+        collected = list(metrics._registry.collect())
+    assert {each.name for each in collected} == scraped
+    return {exported(each): (each.type, tuple(each._labelnames)) for each in collected}
+
+
+def exported(family):
+    return family.name + ("_total" if family.type == "counter" else "")
+
+
+async def test_the_page_has_every_metric_and_no_other(families):
+    rows = ROW.findall(PAGE)
+    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", cell))) for name, kind, cell in rows}
+    assert len(documented) == len(rows), "a metric is on the page twice"
+    assert documented == families
+
+
+async def test_metrics_named_elsewhere_exist(families):
+    for page in PAGES:
+        for name in set(re.findall(r"\bkvplug_[a-z_]+\b(?!\*)", page.read_text())):
+            known = name in families or any(each.startswith(name) for each in families)
+            assert known, f"{name_of(page)}: {name}"
