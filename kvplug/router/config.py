@@ -40,22 +40,23 @@ class RouterConfig:
 
     block_size: int | None = setting(
         None,
-        "tokens per block of workers that name none of their own. By default a worker has the "
-        "size of the first blocks that it stores; blocks of another size are refused, named in "
-        "the log and counted as `block_size`",
+        "tokens per block, for workers without a `block_size` of their own. By default the size "
+        "of the first blocks that the worker stores. Blocks of another size are refused, logged "
+        "and counted as `block_size`",
         limits=_BLOCK_SIZE,
         flag="--block-size",
         default_text="from the events",
     )
     mode: Mode = setting(
         "kv",
-        "`kv`: by cached prefix and load; `round_robin`: by turns",
+        "`kv`: by cached prefix and load; `round_robin`: in turn",
         flag="--router-mode, --mode",
     )
     cost: Cost | None = setting(
         None,
         "`ms`: what a choice costs the fleet in milliseconds ([routing](routing.md)); `blocks`:"
-        " blocks to prefill and to decode, weighted. A weight alone selects `blocks`",
+        " blocks to prefill and to decode, weighted. `--kv-overlap-score-weight` alone selects"
+        " `blocks`",
         limits=Limits(
             f"one of {', '.join(get_args(Cost))}, or None",
             lambda value: value in (None, *get_args(Cost)),
@@ -65,77 +66,78 @@ class RouterConfig:
     )
     overlap_score_weight: float | None = setting(
         None,
-        "go by the cost in blocks: what a block to prefill costs in blocks to decode. Higher "
-        "favours the cache (TTFT), 0 is pure load balancing",
+        "use the cost in blocks, and weigh a block to prefill as this many blocks to decode. A "
+        "higher weight favours the cache (TTFT), 0 is pure load balancing",
         limits=AT_LEAST_0.or_none,
         flag="--kv-overlap-score-weight",
     )
     ttft_slo_ms: float | None = setting(
         None,
-        "a worker that is predicted to take longer to the first token gets the request only if "
-        "all are",
+        "target for the time to first token: a worker that is predicted to miss it gets the "
+        "request only if all workers are",
         limits=_SLO,
         flag="--ttft-slo-ms",
     )
     itl_slo_ms: float | None = setting(
         None,
-        "the same for the time between two tokens of an answer",
+        "the same for the time between two tokens of an answer (inter-token latency)",
         limits=_SLO,
         flag="--itl-slo-ms",
     )
     temperature: float = setting(
         0.0,
-        "0 takes the lowest cost; above 0, softmax over costs rescaled to [0, 1]",
+        "0 takes the worker with the lowest cost; above 0, one is drawn by softmax over the costs, "
+        "rescaled to [0, 1]",
         limits=AT_LEAST_0,
         flag="--router-temperature",
     )
     speculative_ttl_s: float = setting(
         2.0,
-        "how long a routed prompt counts as cached until the engine says so; 0 is off",
+        "how long a routed prompt counts as cached before the engine's event arrives; 0 is off",
         limits=AT_LEAST_0,
         flag="--speculative-ttl-s",
     )
     use_kv_events: bool = setting(
         True,
-        "the approximate mode ([how](how-it-works.md#without-events)), for engines without KV "
-        "events: none is received, `events=`, `replay=`, `topic=` and `--events-bind` are not "
-        "used, and a routed prompt counts as cached where it went. Name the engines' "
-        "`--block-size`: without events it is 16",
+        "approximate mode ([how](how-it-works.md#without-events)), for engines without KV "
+        "events: a routed prompt counts as cached where it went. `events=`, `replay=`, `topic=` "
+        "and `--events-bind` are ignored. Set `--block-size` to that of the engines: without "
+        "events it is 16",
         limits=SWITCH,
         flag="--no-kv-events",
         default_text="off",
     )
     approximate_ttl_s: float = setting(
         120.0,
-        "with `--no-kv-events`: for how long, after the last request that had it",
+        "with `--no-kv-events`: how long a prompt counts as cached after the last request with it",
         limits=FINITE_ABOVE_0,
         flag="--approximate-ttl-s",
     )
     stale_confidence: float = setting(
         0.5,
-        "what the blocks of a worker count for while some of its events are missing, 0 to 1, "
+        "confidence in the blocks of a worker while some of its events are missing, 0 to 1, "
         "until the [audit](audit.md) has measured it",
         limits=SHARE,
         flag="--stale-confidence",
     )
     max_index_blocks: int | None = setting(
         None,
-        "distinct blocks that each index (one per model and block size) holds at most; past it "
-        "the tails of prefixes that were used longest ago go",
+        "most distinct blocks in each index (one per model and block size). Beyond that, the "
+        "tails of the prefixes that were used longest ago are dropped",
         flag="--max-index-blocks",
         parse=count,
     )
     max_index_bytes: int | None = setting(
         None,
-        "memory that the tables of each index take at most; a table that grows needs its new "
-        "and its old memory for a moment, and buffers as large as the largest event come on top",
+        "most memory for the tables of each index. A growing table briefly needs its new and "
+        "its old memory, and buffers as large as the largest event come on top",
         flag="--max-index-bytes",
         parse=count,
     )
     request_expiry_s: float = setting(
         600.0,
-        "a request that nobody finishes stops counting as load after this time; longer answers "
-        "need more",
+        "a request that is never finished stops counting as load after this time; set it above "
+        "the duration of your longest answer",
         limits=FINITE_ABOVE_0,
         flag="--request-expiry-s",
     )

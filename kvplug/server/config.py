@@ -88,11 +88,10 @@ class ServerConfig:
 
     workers: tuple[WorkerSpec, ...] = setting(
         (),
-        "an engine; repeat for each. `events` is where it publishes KV events "
-        "(`tcp://host:port`), `replay` where it sends them again (its `replay_endpoint`): with "
-        "it, lost events are fetched instead of missed, `topic` narrows the subscription, "
-        "`block_size` goes before `--block-size`. Without `events` its cache is unknown and "
-        "only load counts",
+        "an engine; repeat for each. `events`: where it publishes KV events "
+        "(`tcp://host:port`). `replay`: its `replay_endpoint`, from which lost events are "
+        "fetched. `topic`: subscribe only to topics with this prefix. `block_size`: overrides "
+        "`--block-size`. Without `events` the engine's cache is unknown and only its load counts",
         flag=f"--worker {_WORKER}",
         default_text="required",
         parse=WorkerSpec.parse,
@@ -100,78 +99,81 @@ class ServerConfig:
     host: str = setting("127.0.0.1", "address to listen on", flag="--host")
     port: int = setting(
         8000,
-        "port to listen on; 0 takes a free one and logs it",
+        "port to listen on; 0 takes a free one, and the log says which",
         limits=Limits("in [0, 65535]", lambda value: 0 <= whole(value) < 2**16),
         flag="--port",
     )
     router: RouterConfig = field(default_factory=RouterConfig)
     tokenizer: Path | None = setting(
         None,
-        "`tokenizer.json`, `tokenizer_config.json` and the chat template. By default the folder"
-        " that the engine names for its model, if it is on this machine",
+        "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template. By default"
+        " the folder that the engine names for its model, if it is on this machine",
         flag="--tokenizer FOLDER",
         default_text="the model's folder",
     )
     worker_api_key_file: Path | None = setting(
         None,
-        "holds the key of engines that demand one (`vllm serve --api-key`), for what the router"
-        " asks on its own: models, metrics, probes. Requests go to the engine with the key that"
-        " the client sent, or with none",
+        "file with the API key of the engines (`vllm serve --api-key`), for the router's own"
+        " requests: models, metrics, probes. Clients' requests are forwarded with the key that"
+        " the client sent, or without one",
         flag="--worker-api-key-file FILE",
     )
     events_bind: str | None = setting(
         None,
-        "where engines connect to with their events (`tcp://*:5557`), told apart by topic: the "
-        "`--worker` of each has `topic=kv@POD@MODEL` and no `events` "
+        "an endpoint that engines connect to with their events (`tcp://*:5557`). Topics tell "
+        "them apart: the `--worker` of each has `topic=kv@POD@MODEL` and no `events` "
         "([events](events.md#who-connects-to-whom))",
         flag="--events-bind ENDPOINT",
     )
     max_body_bytes: int = setting(
         32 * 2**20,
-        "a larger request body is answered with 413",
+        "largest request body; a larger one gets 413",
         limits=ABOVE_0,
         flag="--max-body-bytes",
     )
     health_interval_s: float = setting(
-        2.0, "between two looks at a worker", limits=ABOVE_0, flag="--health-interval-s"
+        2.0,
+        "interval between health checks of a worker",
+        limits=ABOVE_0,
+        flag="--health-interval-s",
     )
     connect_timeout_s: float = setting(
         5.0,
-        "for a connection to a worker, and for its answer to a look",
+        "limit for a connection to a worker, and for its answer to a health check",
         limits=ABOVE_0,
         flag="--connect-timeout-s",
     )
     request_timeout_s: float = setting(
         600.0,
-        "longest silence of a worker within a request, then 504",
+        "longest silence of a worker within a request; then 504",
         limits=ABOVE_0,
         flag="--request-timeout-s",
     )
     client_timeout_s: float = setting(
         60.0,
-        "for a client's request to arrive whole, then 408, and for an idle connection to be "
-        "used again, then it is closed",
+        "limit for a client's request to arrive; then 408. An idle connection is closed after "
+        "the same time",
         limits=ABOVE_0,
         flag="--client-timeout-s",
     )
     max_connections: int | None = setting(
         None,
-        "of clients at once; one more is answered with 503 and closed. By default half of what "
-        "`ulimit -Hn` leaves beside the workers, as a stream takes two descriptors",
+        "client connections at a time; further ones get 503 and are closed. By default half of "
+        "the descriptors that `ulimit -Hn` leaves beside the workers, as a stream takes two",
         limits=Limits("above 0", lambda value: value is None or whole(value) > 0),
         flag="--max-connections",
         default_text="by the descriptors",
     )
     grace_s: float = setting(
         10.0,
-        "how long requests in flight may take to end when the router stops",
+        "time that requests in flight have to finish when the router stops",
         limits=ABOVE_0,
         flag="--grace-s",
     )
     audit_sample: float = setting(
         1.0,
-        "share of the requests whose predicted cached tokens are compared with the answer "
-        "([audit](audit.md)); 0 is off",
+        "share of the requests that are [audited](audit.md): their predicted cached tokens are "
+        "compared with the answer; 0 is off",
         limits=Limits("in [0, 1]", lambda value: 0 <= finite(value) <= 1),
         flag="--audit-sample",
     )
