@@ -1,1 +1,1 @@
-"""Programs that show kvplug at work, against real engines."""
+"""Programs to copy from, and the demo. launch/ starts the engines of the demo and of the tests."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from examples.demo.errors import DemoError
 from examples.demo.stop_signals import StopSignals
+from examples.launch.errors import LaunchError
 
 ENGINES = ("sim", "vllm", "sglang")
 PLOT = Path("bench-results") / "demo.png"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"stopped by {stop_signals.name}", file=sys.stderr)
         return stop_signals.exit_code
-    except (DemoError, OSError) as error:
+    except (LaunchError, OSError) as error:
         print(f"the demo cannot go on: {error}", file=sys.stderr)
         return 1
 
@@ -85,7 +85,7 @@ def demo(kind: str, num_requests: int | None, stop_signals: StopSignals) -> int:
         shutil.rmtree(log_dir)
         raise
     if any(result.failed for result in results):
-        raise DemoError(f"not every request was answered; the logs are in {log_dir}")
+        raise LaunchError(f"not every request was answered; the logs are in {log_dir}")
     shutil.rmtree(log_dir)
     PLOT.parent.mkdir(exist_ok=True)
     save_plot(results, f"{len(results[0].outcomes)} requests, engines: {kind}", PLOT)

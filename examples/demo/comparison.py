@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.demo.client import Outcome, send_all
-from examples.demo.engine_server import EngineServer
 from examples.demo.fleets import FLEETS, Fleet
 from examples.demo.report import PolicyResult, print_report
-from examples.demo.router_process import RouterProcess
 from examples.demo.workload import MAX_TOKENS, ChatRequest, chat_request, make_requests
+from examples.launch.engine_server import EngineServer
+from examples.launch.router_process import RouterProcess
 
 POLICIES = ("round_robin", "kv")
 STOP_LIMIT_S = 5.0

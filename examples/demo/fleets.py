@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.demo.engine_env import ensure_tiny_model, ensure_tiny_tokenizer, ensure_vllm
-from examples.demo.engine_server import EngineServer
-from examples.demo.plugin_env import ensure_plugin
-from examples.demo.sglang_env import ensure_sglang
-from examples.demo.sglang_server import SglangServer, SglangSettings
-from examples.demo.sim_server import SimServer, SimSettings
-from examples.demo.vllm_server import VllmServer, VllmSettings
+from examples.launch.engine_env import ensure_tiny_model, ensure_tiny_tokenizer, ensure_vllm
+from examples.launch.engine_server import EngineServer
+from examples.launch.plugin_env import ensure_plugin
+from examples.launch.sglang_env import ensure_sglang
+from examples.launch.sglang_server import SglangServer, SglangSettings
+from examples.launch.sim_server import SimServer, SimSettings
+from examples.launch.vllm_server import VllmServer, VllmSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pydoc_data.topics import topics
 from typing import Any
 
-from examples.demo.engine_server import MODEL_NAME
+from examples.launch.engine_server import MODEL_NAME
 
 NUM_DOCUMENTS = 16
 # 560 to 780 of the tiny model's tokens, about 20 full blocks: a prompt stays below 1024 tokens.

@@ -9,7 +9,7 @@ import subprocess
 import venv
 from pathlib import Path
 
-from examples.demo.cache_dir import cache_dir
+from examples.launch.cache_dir import cache_dir
 
 DYNAMO = "ai-dynamo-runtime==1.6.1"
 

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from rich.console import Console
 
-from examples.demo.errors import DemoError
+from examples.launch.errors import LaunchError
 from tests.benchmarks.outcome_ideal import ideal_ttft_ms
 from tests.benchmarks.outcome_report import Results, best_rps, print_case
 from tests.benchmarks.outcome_requests import Ask, Form, tokenize_s_per_byte
@@ -132,7 +132,7 @@ def _run_again_once(case: Case, asks: Sequence[Ask], router: Router) -> Run:
     """Hours of measuring should not end because a port was taken."""
     try:
         return run(case, asks, router)
-    except DemoError as error:
+    except LaunchError as error:
         log_tail = "\n".join(getattr(error, "__notes__", ()))
         console.print(f"{case.name} seed {case.seed} {router.name}, once more: {error}\n{log_tail}")
         return run(case, asks, router)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from examples.demo.child_process import ChildProcess
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.engine_server import MODEL_NAME
-from examples.demo.ports import free_ports
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.engine_server import MODEL_NAME
+from examples.launch.ports import free_ports
 from tests.benchmarks.outcome_requests import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,

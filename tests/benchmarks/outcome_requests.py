@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from examples.demo.engine_env import ensure_tiny_tokenizer
-from examples.demo.engine_server import MODEL_NAME
+from examples.launch.engine_env import ensure_tiny_tokenizer
+from examples.launch.engine_server import MODEL_NAME
 from kvplug.server.tokenizer import PromptTokenizer
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
 from kvplug.sim.tokenizer import FolderTokenizer

@@ -17,9 +17,9 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
-from examples.demo.child_process import ChildProcess
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.engine_server import MODEL_NAME
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.engine_server import MODEL_NAME
 from tests.benchmarks.environments import cached_python
 from tests.benchmarks.outcome_fleet import ENV, START_LIMIT_S, Engine, Fleet
 from tests.benchmarks.outcome_requests import BLOCK_SIZE, Form, tokenizer_folder

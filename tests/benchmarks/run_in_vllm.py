@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from examples.demo.engine_env import ensure_tiny_model, ensure_vllm
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,11 @@ import os
 import sys
 from typing import NamedTuple
 
-from examples.demo.child_process import ChildProcess
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.engine_env import ensure_tiny_model, ensure_vllm
-from examples.demo.ports import free_ports
-from examples.demo.sglang_env import ensure_sglang
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
+from examples.launch.ports import free_ports
+from examples.launch.sglang_env import ensure_sglang
 from tests.chaos.asking import ask
 from tests.engines.plugged_sglang import PluggedSglang
 from tests.engines.plugged_vllm import PluggedVllm

@@ -5,7 +5,7 @@ In:  an engine, the proxy before it.   Out: what the router trusts and what its 
 
 import sys
 
-from examples.demo.child_process import ChildProcess
+from examples.launch.child_process import ChildProcess
 from tests.chaos.asking import ask
 from tests.plugins.stock_client import wait_until
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from examples.demo.engine_env import ensure_tiny_model, ensure_vllm
-from examples.demo.sglang_env import ensure_sglang
-from examples.demo.vllm_server import VllmServer, VllmSettings
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
+from examples.launch.sglang_env import ensure_sglang
+from examples.launch.vllm_server import VllmServer, VllmSettings
 
 
 def pytest_collection_modifyitems(items):

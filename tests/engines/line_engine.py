@@ -5,7 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from examples.demo.ports import free_ports
+from examples.launch.ports import free_ports
 from kvplug import Namespace, Rank
 from kvplug.ingest.follower import Follower
 from tests.plugins.stock_client import wait_until

@@ -12,8 +12,8 @@ import socket
 import struct
 from pathlib import Path
 
-from examples.demo.endpoint import Endpoint
-from examples.demo.sglang_server import SglangServer, SglangSettings
+from examples.launch.endpoint import Endpoint
+from examples.launch.sglang_server import SglangServer, SglangSettings
 
 ORACLE = Path(__file__).with_name("sglang_oracle_plugin")
 BLOCK_SIZE, NUM_BLOCKS = 32, 64

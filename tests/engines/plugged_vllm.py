@@ -12,10 +12,10 @@ import socket
 import subprocess
 from pathlib import Path
 
-from examples.demo.child_process import ChildProcess
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.ports import free_ports
-from examples.demo.vllm_server import ENGINE_ENV, FOREIGN_ENV
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.ports import free_ports
+from examples.launch.vllm_server import ENGINE_ENV, FOREIGN_ENV
 
 ROOT = Path(__file__).parents[2]
 ORACLE = Path(__file__).with_name("oracle_plugin")

@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from examples.demo.sglang_server import SglangServer, SglangSettings
-from examples.demo.vllm_server import VllmServer, VllmSettings
+from examples.launch.sglang_server import SglangServer, SglangSettings
+from examples.launch.vllm_server import VllmServer, VllmSettings
 from kvplug.events import Rank
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.router.config import RouterConfig

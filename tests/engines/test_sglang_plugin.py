@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from examples.demo.endpoint import LOOPBACK
-from examples.demo.plugin_env import ensure_plugin
+from examples.launch.endpoint import LOOPBACK
+from examples.launch.plugin_env import ensure_plugin
 from kvplug import Rank, Router, RouterConfig
 from kvplug.events import Namespace
 from kvplug.hashing import as_tokens, seed_of

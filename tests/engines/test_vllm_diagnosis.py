@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from examples.demo.vllm_server import VllmServer, VllmSettings
+from examples.launch.vllm_server import VllmServer, VllmSettings
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.ports import free_ports
+from examples.launch.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
-from examples.demo.child_process import ChildProcess, group_members, poll_until
-from examples.demo.errors import DemoError
+from examples.launch.child_process import ChildProcess, group_members, poll_until
+from examples.launch.errors import LaunchError
 
 # Starts a grandchild that ignores SIGTERM, says so, and then behaves as its argument tells.
 FAMILY = """
@@ -88,7 +88,7 @@ def test_what_a_dead_command_leaves_is_stopped(family):
 
 def test_it_can_start_again_and_the_log_goes_on(family):
     process = started(family())
-    with pytest.raises(DemoError, match="already running"):
+    with pytest.raises(LaunchError, match="already running"):
         process.start()
     process.kill()
     process.start()
@@ -106,7 +106,7 @@ def test_waiting_ends_with_the_command(family):
     process = family(behaviour="leave")
     process.start()
     with pytest.raises(
-        DemoError, match=r"ended with status 7 before it could sing; its log is"
+        LaunchError, match=r"ended with status 7 before it could sing; its log is"
     ) as e:
         process.wait_until(lambda: False, "sing", timeout_s=20)
     assert "ready" in e.value.__notes__[0]
@@ -114,15 +114,15 @@ def test_waiting_ends_with_the_command(family):
 
 def test_waiting_has_a_limit(family):
     process = started(family())
-    with pytest.raises(DemoError, match="took longer than 0 s to sing"):
+    with pytest.raises(LaunchError, match="took longer than 0 s to sing"):
         process.wait_until(lambda: False, "sing", timeout_s=0.1)
 
 
 def test_run_raises_unless_all_went_well(family, tmp_path):
     ChildProcess("fine", ["true"], log_path=tmp_path / "log").run(timeout_s=20)
-    with pytest.raises(DemoError, match="family failed with status 7"):
+    with pytest.raises(LaunchError, match="family failed with status 7"):
         family(behaviour="leave").run(timeout_s=20)
-    with pytest.raises(DemoError, match="failed with status 127"):
+    with pytest.raises(LaunchError, match="failed with status 127"):
         ChildProcess("gone", ["/no/such/command"], log_path=tmp_path / "log").run(timeout_s=20)
 
 
@@ -131,7 +131,7 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path):
     parent = f"""
         import signal
         from pathlib import Path
-        from examples.demo.child_process import ChildProcess, poll_until
+        from examples.launch.child_process import ChildProcess, poll_until
         child = ChildProcess("family", {[sys.executable, "-c", FAMILY, "stay"]!r},
                              log_path=Path({str(log_path)!r}))
         child.start()

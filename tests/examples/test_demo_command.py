@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.__main__ import main
-from examples.demo.child_process import group_members
+from examples.launch.child_process import group_members
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 STAND_IN = """
 import asyncio, os, signal, sys
 from examples.demo import __main__, comparison
-from examples.demo.child_process import ChildProcess
+from examples.launch.child_process import ChildProcess
 from examples.demo.client import Completed, Failed
-from examples.demo.errors import DemoError
+from examples.launch.errors import LaunchError
 from examples.demo.report import PolicyResult
 
 MODE = sys.argv[1]
@@ -36,7 +36,7 @@ def stand_in(kind, num_requests, *, log_dir, console, cleanup):
         asyncio.run(wait_for_ever(group_id, log_dir))
     print(group_id, log_dir, flush=True)
     if MODE == "fail":
-        raise DemoError("vllm-0 ended with status 1; its log is somewhere")
+        raise LaunchError("vllm-0 ended with status 1; its log is somewhere")
     outcome = Completed(0.1, 0.2, 64, 32) if MODE == "answered" else Failed("status 503")
     return [PolicyResult(policy, [outcome], 1.0) for policy in comparison.POLICIES]
 

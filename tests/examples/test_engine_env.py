@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from examples.demo import engine_env
-from examples.demo.cache_dir import cache_dir, locked
-from examples.demo.errors import DemoError
+from examples.launch import engine_env
+from examples.launch.cache_dir import cache_dir, locked
+from examples.launch.errors import LaunchError
 
 HOLD = """
 import signal, sys
 from pathlib import Path
-from examples.demo.cache_dir import locked
+from examples.launch.cache_dir import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     signal.pause()
@@ -56,7 +56,7 @@ def test_a_model_that_is_there_is_taken_as_it_is(cache):
 
 def test_a_failed_model_is_named_and_not_kept(cache):
     false = shutil.which("false")
-    with pytest.raises(DemoError, match="making the tiny model failed with status 1; its log is"):
+    with pytest.raises(LaunchError, match="making the tiny model failed with status 1; its log is"):
         engine_env.ensure_tiny_model(false)
     assert [path.suffix for path in (cache / "models").iterdir() if path.is_dir()] == []
 
@@ -64,7 +64,9 @@ def test_a_failed_model_is_named_and_not_kept(cache):
 def test_another_python_is_rejected_with_a_sentence(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(engine_env, "PYTHON_VERSION", "3.0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DemoError, match=r"needs Python 3\.0: this is .*, and no python3\.0 is on"):
+    with pytest.raises(
+        LaunchError, match=r"needs Python 3\.0: this is .*, and no python3\.0 is on"
+    ):
         engine_env.ensure_vllm()
 
 

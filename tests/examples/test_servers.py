@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo.endpoint import Endpoint
-from examples.demo.errors import DemoError
-from examples.demo.ports import OUTGOING_RANGE, free_ports
-from examples.demo.router_process import RouterProcess
-from examples.demo.vllm_server import VllmServer, VllmSettings
+from examples.launch.endpoint import Endpoint
+from examples.launch.errors import LaunchError
+from examples.launch.ports import OUTGOING_RANGE, free_ports
+from examples.launch.router_process import RouterProcess
+from examples.launch.vllm_server import VllmServer, VllmSettings
 
 
 def make_server(tmp_path, **settings):
@@ -60,7 +60,7 @@ def test_a_server_that_cannot_start_names_its_log(tmp_path):
     server = make_server(tmp_path, python=Path("/no/such/python"))
     server.start()
     try:
-        with pytest.raises(DemoError, match=r"vllm-0 ended with status 127 .*vllm-0\.log"):
+        with pytest.raises(LaunchError, match=r"vllm-0 ended with status 127 .*vllm-0\.log"):
             server.wait_ready(timeout_s=20)
     finally:
         server.stop()

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 
-from examples.demo.tiny_tokenizer import save_tokenizer
+from examples.launch.tiny_tokenizer import save_tokenizer
 from kvplug import BlockStored, EventBatch, Namespace, Rank
 from kvplug.errors import TransportError
 from kvplug.kernels import costing

@@ -12,15 +12,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.demo.cache_dir import cache_dir, locked
-from examples.demo.engine_env import (
+from examples.launch.cache_dir import cache_dir, locked
+from examples.launch.engine_env import (
     KVPLUG_NEEDS,
     PYTHON_VERSION,
     find_base_python,
     install_torch,
     run_step,
 )
-from examples.demo.errors import DemoError
+from examples.launch.errors import LaunchError
 
 SGLANG_VERSION = "0.5.23"
 STAND_IN = Path(__file__).with_name("sgl_kernel_stand_in.py")
@@ -107,5 +107,5 @@ def _install_sglang(python: Path, log_path: Path) -> None:
 def _patch_torchvision(module: Path) -> None:
     source = module.read_text()
     if source.count(PATCHED_LINE) != 1:
-        raise DemoError(f"{module} is not the torchvision that SGLang {SGLANG_VERSION} names")
+        raise LaunchError(f"{module} is not the torchvision that SGLang {SGLANG_VERSION} names")
     module.write_text(source.replace(PATCHED_LINE, PATCHED_LINE + PATCH))

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.demo.endpoint import LOOPBACK
-from examples.demo.engine_server import MODEL_NAME, EngineServer
-from examples.demo.ports import free_ports
-from examples.demo.vllm_server import FOREIGN_ENV
+from examples.launch.endpoint import LOOPBACK
+from examples.launch.engine_server import MODEL_NAME, EngineServer
+from examples.launch.ports import free_ports
+from examples.launch.vllm_server import FOREIGN_ENV
 
 # One thread is enough for a tiny model; nothing is asked from a hub and nothing compiled; whatever
 # SGLang wants an address for stays on loopback.

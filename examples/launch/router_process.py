@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from examples.demo.child_process import ChildProcess
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.engine_server import EngineServer
-from examples.demo.ports import free_ports
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.engine_server import EngineServer
+from examples.launch.ports import free_ports
 
 # The first start compiles kernels: half a minute, several times as long on a busy machine.
 START_LIMIT_S = 300.0
@@ -60,7 +60,7 @@ class RouterProcess:
         self._process.start()
 
     def wait_ready(self, timeout_s: float = START_LIMIT_S) -> None:
-        """Wait until it lengths every engine and hears every engine's events."""
+        """Wait until it reaches every engine and receives the events of each."""
         self._process.wait_until(self._hears_all, "hear all engines", timeout_s=timeout_s)
 
     def stop(self, *, limit_s: float = 15.0) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.demo.endpoint import LOOPBACK
-from examples.demo.engine_server import MODEL_NAME, EngineServer
-from examples.demo.ports import free_ports
+from examples.launch.endpoint import LOOPBACK
+from examples.launch.engine_server import MODEL_NAME, EngineServer
+from examples.launch.ports import free_ports
 
 # One thread and one GiB are enough for a tiny model; nothing is asked from a hub; whatever vLLM
 # wants an address for stays on loopback. The dev mode brings POST /reset_prefix_cache.

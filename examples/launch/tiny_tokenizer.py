@@ -3,7 +3,7 @@
 In:  a folder's name.   Out: tokenizer.json and tokenizer_config.json with a chat template, every
 byte the same on every run, as `transformers` and engines load them.
 
-Imported by the demo for its simulated engines, and by tiny_model.py in the engine's interpreter;
+Imported for simulated engines, and by tiny_model.py in the engine's interpreter;
 nothing of this project is imported.
 """
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-from examples.demo.child_process import ChildProcess, poll_until
-from examples.demo.endpoint import LOOPBACK, Endpoint
-from examples.demo.errors import DemoError
+from examples.launch.child_process import ChildProcess, poll_until
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.errors import LaunchError
 
 MODEL_NAME = "tiny-llama"
 START_LIMIT_S = 300.0
@@ -86,7 +86,7 @@ class EngineServer:
         makes that step.
         """
         if not poll_until(self._reset_prefix_cache, timeout_s=timeout_s):
-            raise DemoError(f"{self.name} did not empty its cache; its log is {self.log_path}")
+            raise LaunchError(f"{self.name} did not empty its cache; its log is {self.log_path}")
         self.complete("Hello", max_tokens=1)
 
     def complete(self, prompt: str, *, max_tokens: int) -> str:
@@ -94,7 +94,7 @@ class EngineServer:
         body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens}
         reply = self._endpoint.post("/v1/completions", body)
         if reply.status != http.HTTPStatus.OK:
-            raise DemoError(f"{self.name} answered {reply.status}; its log is {self.log_path}")
+            raise LaunchError(f"{self.name} answered {reply.status}; its log is {self.log_path}")
         return str(reply.body["choices"][0]["text"])
 
     def _reset_prefix_cache(self) -> bool:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.demo.cache_dir import cache_dir, locked
-from examples.demo.child_process import ChildProcess
-from examples.demo.errors import DemoError
+from examples.launch.cache_dir import cache_dir, locked
+from examples.launch.child_process import ChildProcess
+from examples.launch.errors import LaunchError
 
 VLLM_VERSION = "0.32.0"
 PYTHON_VERSION = "3.11"
@@ -53,7 +53,7 @@ def ensure_tiny_tokenizer() -> Path:
     folder = cache_dir() / "models" / f"tiny-tokenizer-{_script_hash()}"
     with locked(folder):
         if not folder.exists():
-            from examples.demo.tiny_tokenizer import save_tokenizer
+            from examples.launch.tiny_tokenizer import save_tokenizer
 
             unfinished = folder.with_name(f"{folder.name}.unfinished")
             save_tokenizer(str(unfinished))
@@ -86,14 +86,14 @@ def _make_environment(folder: Path, python: Path) -> None:
 def find_base_python(engine: str) -> str:
     """An interpreter that can make the engine's environment."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise DemoError(
-            "the demo's engine is built for Linux on x86_64, "
+        raise LaunchError(
+            "this engine is built for Linux on x86_64, "
             f"this is {platform.system()} on {platform.machine()}"
         )
     for candidate in (sys.executable, shutil.which(f"python{PYTHON_VERSION}")):
         if candidate is not None and _version_of(candidate) == PYTHON_VERSION:
             return candidate
-    raise DemoError(
+    raise LaunchError(
         f"{engine} for the CPU needs Python {PYTHON_VERSION}: "
         f"this is {platform.python_version()}, and no python{PYTHON_VERSION} is on the PATH"
     )
@@ -126,7 +126,7 @@ def install_torch(python: Path, install: Sequence[str], log_path: Path) -> None:
     """PyTorch for the CPU, which PyPI does not have: from pip's sources, else as uv knows it."""
     try:
         run_step("installing torch", [*install, f"torch=={TORCH_VERSION}+cpu"], log_path)
-    except DemoError:
+    except LaunchError:
         uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python)]
         run_step("installing uv", [*install, "uv"], log_path)
         torch = ["--torch-backend", "cpu", f"torch=={TORCH_VERSION}"]

@@ -10,8 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from examples.demo.cache_dir import cache_dir, locked
-from examples.demo.child_process import ChildProcess
+from examples.launch.cache_dir import cache_dir, locked
+from examples.launch.child_process import ChildProcess
 
 ROOT = Path(__file__).parents[2]
 INSTALL_LIMIT_S = 300.0

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from examples.demo import lifeline
-from examples.demo.errors import DemoError
+from examples.launch import lifeline
+from examples.launch.errors import LaunchError
 
 POLL_S = 0.05
 LOG_TAIL_LINES = 30
@@ -43,7 +43,7 @@ class ChildProcess:
     def start(self) -> None:
         """Start the command; its output is added to the log."""
         if self.members():
-            raise DemoError(f"{self.name} is already running")
+            raise LaunchError(f"{self.name} is already running")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._leader = subprocess.Popen(
@@ -120,13 +120,13 @@ class ChildProcess:
             return
         self._last_status = self._leader.wait()
         if not poll_until(lambda: not self.members(), timeout_s=10):
-            raise DemoError(f"{self.name} left processes that cannot be killed: {self.members()}")
+            raise LaunchError(f"{self.name} left processes that cannot be killed: {self.members()}")
         if self._leader.stdin is not None:
             self._leader.stdin.close()
         self._leader = None  # the group's id may now become somebody else's: forget it
 
-    def _failure(self, sentence: str) -> DemoError:
-        error = DemoError(f"{sentence}; its log is {self.log_path}")
+    def _failure(self, sentence: str) -> LaunchError:
+        error = LaunchError(f"{sentence}; its log is {self.log_path}")
         error.add_note(self.log_tail())
         return error
 

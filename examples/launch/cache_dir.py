@@ -1,4 +1,4 @@
-"""Where the demo keeps what is large and made once.
+"""Where the demo and the tests keep what is large and made once.
 
 In:  $KVPLUG_CACHE, else $XDG_CACHE_HOME/kvplug, else ~/.cache/kvplug.
 Out: folders there, and a lock so that two runs do not make the same thing at once.

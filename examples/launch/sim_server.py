@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.demo.endpoint import LOOPBACK
-from examples.demo.engine_server import MODEL_NAME, EngineServer
-from examples.demo.ports import free_ports
+from examples.launch.endpoint import LOOPBACK
+from examples.launch.engine_server import MODEL_NAME, EngineServer
+from examples.launch.ports import free_ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

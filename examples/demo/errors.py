@@ -1,5 +1,0 @@
-"""What the demo says when it cannot go on: one sentence, and the log's end as a note."""
-
-
-class DemoError(Exception):
-    """A sentence for the person at the terminal; details, such as a log's end, are its notes."""
