@@ -188,6 +188,25 @@ def test_every_page_is_in_the_index():
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - moved <= listed
 
 
+def test_decisions_that_are_referred_to_exist():
+    known = set(re.findall(r"^## (\d+)\. ", (ROOT / "docs" / "decisions.md").read_text(), re.M))
+    assert known >= {str(number) for number in range(1, 56)}
+    for path in [*PAGES, *(ROOT / "kvplug").rglob("*.py")]:
+        text = path.read_text()
+        named = re.findall(r"\b[Dd]ecisions? (\d+)(?:(?: to | and |, )(\d+))*", text)
+        named += re.findall(r"decisions\.md, (\d+)(?: and (\d+))?", text)
+        for numbers in named:
+            assert known >= set(filter(None, numbers)), f"{path}: {numbers}"
+
+
+def test_every_error_code_is_documented():
+    codes = set()
+    for path in (ROOT / "kvplug" / "server").glob("*.py"):
+        codes |= set(re.findall(r'code="(\w+)"', path.read_text()))
+    assert {"worker_lost", "no_worker"} <= codes
+    assert codes <= set(re.findall(r"`(\w+)`", SETTINGS))
+
+
 def test_pictures_are_small():
     for picture in (ROOT / "docs" / "img").iterdir():
         assert picture.stat().st_size <= 200_000
