@@ -207,6 +207,15 @@ def test_every_error_code_is_documented():
     assert codes <= set(re.findall(r"`(\w+)`", SETTINGS))
 
 
+def test_the_glossary_is_short():
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([a-z ]+) \|", page, re.MULTILINE)
+    assert words[0] == "term"
+    assert 0 < len(words[1:]) <= 15
+    text = "".join(each.read_text().lower() for each in PAGES if each.name != "glossary.md")
+    assert all(word in text for word in words[1:])
+
+
 def test_pictures_are_small():
     for picture in (ROOT / "docs" / "img").iterdir():
         assert picture.stat().st_size <= 200_000
