@@ -60,11 +60,12 @@ NUM_COUNTS = 4
 _FIELDS = (
     b"block_hashes", b"parent_block_hash", b"token_ids", b"block_size", b"lora_id", b"medium",
     b"lora_name", b"extra_keys", b"group_idx", b"kv_cache_spec_kind",
-    b"kv_cache_spec_sliding_window", b"type", b"cache_salt", b"cxl_metadata", b"moe",
+    b"kv_cache_spec_sliding_window", b"type", b"cache_salt", b"block_mm_infos", b"cxl_metadata",
+    b"moe", b"bigrams",
 )  # fmt: skip
 (
     _HASHES, _PARENT, _TOKENS, _SIZE, _LORA_ID, _MEDIUM, _LORA_NAME, _EXTRA, _GROUP, _SPEC_KIND,
-    _WINDOW, _TYPE, _SALT, _CXL, _MOE,
+    _WINDOW, _TYPE, _SALT, _MM_INFOS, _CXL, _MOE, _BIGRAMS,
 ) = range(len(_FIELDS))  # fmt: skip
 _UNKNOWN = len(_FIELDS)
 _NUM_ARRAY_FIELDS = _WINDOW + 1
