@@ -134,7 +134,7 @@ class Decider:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
         if self._config.mode == "round_robin":
             candidates = np.array([self._round_robin.pick(candidates)])
-        groups = self._fleet_index.asked(candidates)
+        groups = self._fleet_index.groups_with(candidates)
         if len(groups) > 1:
             return self._decide_among(groups, prompt, request_id, candidates, now_s, answer)
         requests = _requests(prompt, groups[0], now_s, answer)
@@ -146,7 +146,7 @@ class Decider:
         answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         """As `decide` for each, with ids of ours."""
-        groups = self._fleet_index.asked(candidates)
+        groups = self._fleet_index.groups_with(candidates)
         if self._config.mode == "kv" and len(groups) == 1 and not groups[0].index.bigrams:
             return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, answer)
         return [

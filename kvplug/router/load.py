@@ -1,4 +1,4 @@
-"""What each rank is busy with, and how large its cache is: the load of the fleet.
+"""The load of the fleet: requests in flight on each rank, and cache sizes.
 
 In:  requests that a kernel has accounted for, their first tokens and ends; sizes of caches.
 Out: the arrays that the next decision reads (kernels/costing.py, kernels/active_blocks.py).
@@ -96,8 +96,8 @@ class ActiveLoad:
     def start(
         self, request_id: str, request: ActiveRequest, presumed_s: float | None = None
     ) -> None:
-        """A kernel has accounted for a request; its first token, of which nobody will tell, is
-        presumed to come at `presumed_s`.
+        """A kernel has counted a request. `presumed_s`: when its first token is presumed to come,
+        if nobody will report it.
         """
         self._requests[request_id] = request
         self._waiting[request.rank_number].append(request)
@@ -129,8 +129,8 @@ class ActiveLoad:
         return request
 
     def expire(self, now_s: float) -> None:
-        """Presume first tokens whose time has come. Stop counting requests that nobody finished in
-        time; they started in order.
+        """Presume first tokens that are due. Stop counting requests that were not finished in time;
+        they are in the order in which they started.
         """
         while self._presumed and self._presumed[0][0] <= now_s:
             _, _, request = heapq.heappop(self._presumed)
@@ -144,7 +144,7 @@ class ActiveLoad:
             self.num_expired += 1
 
     def forget(self, number: int, now_s: float) -> None:
-        """The rank is gone, and with it whatever it was busy with and is known of it."""
+        """The rank is gone, with its requests and all that is known of it."""
         self.reserve(number + 1)
         mine = [i for i, request in self._requests.items() if request.rank_number == number]
         for request_id in mine:
@@ -177,9 +177,9 @@ class ActiveLoad:
         return self._prefilled_tokens[request.rank_number] - request.prefilled_before
 
     def set_capacity(self, number: int, num_blocks: float) -> None:
-        """The rank's cache has room for so many blocks; 0: nobody knows."""
+        """The rank's cache has room for so many blocks; 0: unknown."""
         self.reserve(number + 1)
-        self.version.count += 1  # what is usual may be another number now
+        self.version.count += 1  # the usual capacity may have changed
         self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
         if self.counts_sent:
             self._presume_resident(number)
@@ -191,8 +191,8 @@ class ActiveLoad:
         return float(np.sort(known)[len(known) // 2]) if len(known) else 0.0
 
     def set_resident(self, number: int, num_blocks: int, *, is_told: bool = True) -> None:
-        """The rank's device holds so many distinct blocks. Not `is_told`: until something is
-        computed there, as nobody tells what that leaves.
+        """The rank's device holds so many distinct blocks. `is_told`: whether events keep the
+        number up to date; else it becomes unknown when the rank computes something.
         """
         self.ranks[number, costing.RESIDENT_BLOCKS] = num_blocks
         if is_told:
@@ -209,7 +209,7 @@ class ActiveLoad:
             self._presume_resident(number)
 
     def _presume_resident(self, number: int) -> None:
-        """What was sent there is there, as far as it fits: what is forecast, and not on its way."""
+        """Without events: what was sent there is there, as far as the capacity allows."""
         row, num_blocks = self.ranks[number], self.forecast.num_blocks(number)
         capacity = row[costing.CAPACITY_BLOCKS]
         if num_blocks > capacity - forecast.CHUNK:  # it goes by chunks
