@@ -111,7 +111,7 @@ class Prompts:
     def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
         """The tokenizer of a model, loaded on first use; None if there is none here."""
         if model not in self._tokenizers:
-            self._tokenizers[model] = _load(model, self._folder or Path(root))
+            self._tokenizers[model] = _load(model, str(self._folder or root))
         return self._tokenizers[model]
 
     def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
@@ -131,9 +131,9 @@ def _objects(value: object) -> list[Body]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _load(model: str, folder: Path) -> PromptTokenizer | None:
+def _load(model: str, name: str) -> PromptTokenizer | None:
     try:
-        return PromptTokenizer.from_folder(folder)
+        return PromptTokenizer.of_model(name)
     except TokenizerError as error:
         logger.warning(
             "model %s: text is routed by load alone, without prefix knowledge: %s; "

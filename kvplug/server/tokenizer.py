@@ -109,6 +109,15 @@ class PromptTokenizer:
             ) from error
         return cls(backend, templates, special_tokens)
 
+    @classmethod
+    def of_model(cls, name: str) -> Self:
+        """As from_folder, of a folder or of a model that is in the local Hugging Face cache.
+
+        Nothing is downloaded.
+        """
+        folder = Path(name)
+        return cls.from_folder(folder if name and folder.is_dir() else _cached_folder(name))
+
     def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
         """Token ids of each prompt of a /v1/completions body."""
         prompt = _prompt_of(body)
@@ -215,6 +224,20 @@ def _read_json(path: Path) -> Json:
     if not isinstance(content, dict):
         raise cannot(f"read {path}", "a JSON object", content)
     return content
+
+
+def _cached_folder(name: str) -> Path:
+    """Where an engine on this machine has downloaded a model to that it was given by name."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise TokenizerError(
+            f"cannot find the tokenizer: expected {name!r} to be a folder, or a model in the "
+            "Hugging Face cache of this machine"
+        ) from error
 
 
 def _tokenizer_config(folder: Path) -> Json:

@@ -190,6 +190,27 @@ def test_a_limit_keeps_the_special_tokens_and_the_end(tokenizers, limit):
 # --- the model folder -------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A cache with one model, as huggingface_hub lays it out."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--org--tiny"
+    write_folder(model / "snapshots" / "0123", "byte_level.json", {"tokenizer_config.json": {}})
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0123")
+
+
+def test_a_model_of_the_hub_is_taken_from_the_local_cache(hub_cache):
+    tokenizer = PromptTokenizer.of_model("org/tiny")
+    assert tokenizer.completion({"prompt": "hello"})[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["org/other", "/nowhere/at/all", "", "no such name"])
+def test_a_model_that_is_not_here_is_named(hub_cache, name):
+    with pytest.raises(TokenizerError, match="in the Hugging Face cache of this machine"):
+        PromptTokenizer.of_model(name)
+
+
 def test_a_folder_without_tokenizer_is_rejected_with_the_fix(tmp_path):
     with pytest.raises(TokenizerError, match=re.escape(f"expected tokenizer.json in {tmp_path}")):
         PromptTokenizer.from_folder(tmp_path)

@@ -148,7 +148,7 @@ class Diagnosis:
             down_because=worker.down_because,
             uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
-            block_size=self._router.index_of(Rank(worker.url)).block_size,
+            block_size=self._fleet.block_size_of(worker),
             cache_size=self._router.cache_size(Rank(worker.url)),
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
             events=self._events_endpoint(worker),

@@ -22,6 +22,7 @@ from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.direct import ask_directly
 from kvplug.server.diagnosis.finding import Finding
 from kvplug.server.diagnosis.table import table_of
+from kvplug.server.upstream import Upstream
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 
@@ -51,20 +52,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _findings(arguments: argparse.Namespace) -> list[Finding]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
-        if not arguments.worker:
-            return await _ask_router(session, arguments.url)
-        config = ServerConfig(
-            workers=tuple(map(WorkerSpec.parse, arguments.worker)),
-            router=RouterConfig(block_size=arguments.block_size),
-            tokenizer=arguments.tokenizer,
-        )
-        return await ask_directly(config, session)
+    if not arguments.worker:
+        return await _ask_router(arguments.url)
+    config = ServerConfig(
+        workers=tuple(map(WorkerSpec.parse, arguments.worker)),
+        router=RouterConfig(block_size=arguments.block_size),
+        tokenizer=arguments.tokenizer,
+        worker_api_key_file=arguments.worker_api_key_file,
+    )
+    async with Upstream(config) as upstream:
+        return await ask_directly(config, upstream.session)
 
 
-async def _ask_router(session: aiohttp.ClientSession, url: str) -> list[Finding]:
-    # A fleet without a worker that is up answers 503, with the same body.
-    async with session.get(url.rstrip("/") + "/health") as response:
+async def _ask_router(url: str) -> list[Finding]:
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        # A fleet without a worker that is up answers 503, with the same body.
+        session.get(url.rstrip("/") + "/health") as response,
+    ):
         return msgspec.json.decode(await response.read(), type=_Health).findings
 
 
@@ -85,4 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, default=RouterConfig().block_size, help=text)
     text = "tokenizer.json and chat template; with --worker"
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    text = "holds the key of engines that demand one; with --worker"
+    add("--worker-api-key-file", type=Path, metavar="FILE", help=text)
     return parser

@@ -42,7 +42,7 @@ class WorkerView:
     """One worker. models: name -> where it was loaded from.
 
     uses_events: whether the router goes by events at all;
-    block_size, cache_size, num_ranks, topic: what the router goes by;
+    block_size (None until it is known), cache_size, num_ranks, topic: what the router goes by;
     events: the endpoint that it was given;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
@@ -53,7 +53,7 @@ class WorkerView:
     down_because: str | None = None
     uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
-    block_size: int = 16
+    block_size: int | None = None
     cache_size: CacheSize = field(default_factory=CacheSize)
     num_ranks: int = 1
     events: str | None = None

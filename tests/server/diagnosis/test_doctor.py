@@ -68,6 +68,24 @@ async def test_workers_can_be_asked_without_a_router(doctor):
         assert (code, "worker_down" in out) == (1, True)
 
 
+async def test_an_engine_that_demands_a_key_can_be_asked(doctor, tmp_path):
+    engine, key_file = vllm(kv_event_sources={}), tmp_path / "key"
+    engine.api_key = "secret"
+    key_file.write_text("secret\n")
+    async with served(engine) as url:
+        _, out, _ = await doctor("--worker", url)
+        assert "worker_down" in out
+        _, out, _ = await doctor("--worker", url, "--worker-api-key-file", str(key_file))
+        assert "worker_down" not in out
+        assert "events_off" in out
+
+
+async def test_a_block_size_that_nobody_has_named_yet_is_no_finding(doctor):
+    async with served(vllm(kv_event_sources={}, metrics=METRICS)) as url:
+        _, out, _ = await doctor("--worker", url)
+    assert "block_size" not in out
+
+
 async def test_a_sound_fleet_is_exit_code_0(doctor, publisher):
     engine = vllm()
     engine.says = SOUND_VLLM
