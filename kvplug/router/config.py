@@ -134,8 +134,8 @@ class RouterConfig:
     )
     request_expiry_s: float = setting(
         600.0,
-        "a request that nobody finishes stops counting as load after this time; longer answers "
-        "need more",
+        "a request that nobody finishes stops counting as load after this time; a stream counts "
+        "as long as it lives",
         limits=FINITE_ABOVE_0,
         flag="--request-expiry-s",
     )

@@ -273,6 +273,14 @@ class Router:
             if request is not None:
                 self._speeds.learn_first_token(request, now_s)
 
+    def renew(self, request_id: str) -> None:
+        """The request is still served: it counts as load for another `request_expiry_s`.
+
+        Nothing is done if it is not in flight.
+        """
+        with self._lock:
+            self.load.renew(request_id, self._clock())
+
     def finish(self, request_id: str, num_tokens: int | None = None) -> None:
         """The request is over, for whatever reason; `num_tokens`: how long the answer was.
 

@@ -128,9 +128,16 @@ class ActiveLoad:
         self.ranks[number, costing.NUM_RUNNING] -= 1
         return request
 
+    def renew(self, request_id: str, now_s: float) -> None:
+        """A request counts for the whole time again; nothing is done if it is not in flight."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.deadline_s = self.deadline_s(now_s)
+            self._requests.move_to_end(request_id)
+
     def expire(self, now_s: float) -> None:
         """Presume first tokens that are due. Stop counting requests that were not finished in time;
-        they are in the order in which they started.
+        they are in the order of their deadlines.
         """
         while self._presumed and self._presumed[0][0] <= now_s:
             _, _, request = heapq.heappop(self._presumed)

@@ -10,7 +10,8 @@ may be the reason. Once part of an answer is out, the client is told that it end
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -51,10 +52,14 @@ class Forward(NamedTuple):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One try of a request on one worker; num_tokens: of its answer, None if there is none."""
+    """One try of a request on one worker.
+
+    num_tokens: of its answer, None if there is none; renewed_s: when it last was said to live.
+    """
 
     decision: Decision
     num_tokens: int | None = None
+    renewed_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -165,6 +170,7 @@ class Proxy:
                     await response.write(whole)
                 if stream.add(part):
                     self._router.first_token(decision.request_id)
+                self._renew(exchange)
                 part = await self._next_part(upstream, decision, events)
             await response.write_eof(events.take_begun())
             if upstream.ok and upstream.content.exception() is None:
@@ -173,6 +179,13 @@ class Proxy:
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
+
+    def _renew(self, exchange: _Exchange) -> None:
+        """A stream may live longer than a request that nobody finishes counts as load."""
+        now_s, expiry_s = time.monotonic(), self._router.config.request_expiry_s
+        if now_s - exchange.renewed_s > expiry_s / 2:
+            self._router.renew(exchange.decision.request_id)
+            exchange.renewed_s = now_s
 
     async def _next_part(
         self, upstream: aiohttp.ClientResponse, decision: Decision, events: WholeEvents

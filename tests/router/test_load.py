@@ -98,6 +98,22 @@ def test_a_first_token_of_which_nobody_tells_is_presumed():
     assert seen(router, costing.NUM_RUNNING) == [0, 1, 0]
 
 
+def test_a_request_that_is_renewed_outlives_those_after_it():
+    clock = Clock()
+    router = make_router(clock, request_expiry_s=10.0)
+    for name in ("a", "b"):
+        router.route([1], request_id=name)
+    clock.now_s += 6
+    router.renew("a")
+    router.renew("never routed")
+    clock.now_s += 5
+    router.load.expire(clock.now_s)
+    assert ("a" in router.load, "b" in router.load) == (True, False)
+    clock.now_s += 5
+    router.load.expire(clock.now_s)
+    assert ("a" in router.load, router.load.num_expired) == (False, 2)
+
+
 def test_lost_requests_expire():
     clock = Clock()
     router = make_router(clock, request_expiry_s=10.0)

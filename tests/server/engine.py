@@ -14,8 +14,9 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
-    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`: /health waits.
-    `usage` ends its answers, streamed or not. `says` holds the bodies of further routes.
+    header of 100 kB); silent, slow (for ever), gated or ticking (until `gate`). `is_healthy`:
+    /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
+    routes.
     """
 
     def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
@@ -81,6 +82,9 @@ class Engine:
             request.transport.close()
         if self.behaviour == "gated":
             await self.gate.wait()
+        while self.behaviour == "ticking" and not self.gate.is_set():
+            await response.write(b'data: {"choices": []}\n\n')
+            await asyncio.sleep(0.01)
         if self.behaviour == "slow":
             await self._wait_for_the_end()
         if self.usage:

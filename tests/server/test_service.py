@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
@@ -30,12 +31,12 @@ async def routing(*engines, **settings):
 
 
 @asynccontextmanager
-async def serving(urls, *, mode="kv", health_interval_s=0.05, **settings):
+async def serving(urls, *, mode="kv", health_interval_s=0.05, request_expiry_s=600.0, **settings):
     """A router before the engines at these URLs, or before none: (service, client)."""
     config = ServerConfig(
         workers=tuple(WorkerSpec(url=url) for url in urls or ["http://127.0.0.1:9"]),
         port=0,
-        router=RouterConfig(block_size=4, mode=mode),
+        router=RouterConfig(block_size=4, mode=mode, request_expiry_s=request_expiry_s),
         health_interval_s=health_interval_s,
         grace_s=0.2,
         **settings,
@@ -142,6 +143,23 @@ async def test_a_reason_of_the_engine_passes_and_keeps_it_up():
             )
         assert all(w.is_up for w in service.fleet.workers.values())
         assert len(service.router.load) == 0
+
+
+async def test_a_stream_counts_as_load_while_it_lives():
+    engine, body = Engine(), {**COMPLETION, "stream": True}
+    engine.behaviour = "ticking"
+    async with routing(engine, request_expiry_s=0.2) as (service, client):
+        load, router = service.router.load, service.router
+        async with client.post("/v1/completions", json=body) as response:
+            ends_s = time.monotonic() + 0.6
+            while time.monotonic() < ends_s:
+                await response.content.readany()
+            load.expire(router._clock())
+            assert (len(load), load.num_expired) == (1, 0)
+            engine.gate.set()
+            await response.read()
+        await until(lambda: not len(load), "it has ended")
+        assert load.num_expired == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
