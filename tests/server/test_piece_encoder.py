@@ -1,6 +1,7 @@
 """Token ids piece by piece are those of the whole text."""
 
 import random
+from functools import cache
 from pydoc_data.topics import topics
 
 import pytest
@@ -31,6 +32,11 @@ PRE_TOKENIZERS = {
     "llama3": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
 }
+
+
+@cache
+def trained_gpt2():
+    return train(PRE_TOKENIZERS["gpt2"]).to_str()
 
 
 def train(pre_tokenizer, *, normalizer=None, added=()):
@@ -169,7 +175,7 @@ def test_only_so_many_pieces_are_kept(backends, monkeypatch, size):
     ],
 )
 def test_tokenizers_that_look_across_a_cut_get_the_whole_text(change):
-    backend = train(PRE_TOKENIZERS["gpt2"])
+    backend = Tokenizer.from_str(trained_gpt2())
     change(backend)
     encoder = PieceEncoder(backend)
     assert not encoder.cuts
@@ -179,6 +185,6 @@ def test_tokenizers_that_look_across_a_cut_get_the_whole_text(change):
 
 
 def test_a_tokenizer_that_rolls_dice_is_asked_each_time():
-    backend = train(PRE_TOKENIZERS["gpt2"])
+    backend = Tokenizer.from_str(trained_gpt2())
     backend.model = BPE(dropout=0.1)
     assert not PieceEncoder(backend).cuts

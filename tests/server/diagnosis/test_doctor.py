@@ -1,12 +1,12 @@
 """`python -m kvplug.router doctor` as a user runs it."""
 
 import asyncio
-import os
 import sys
 
 import pytest
 
 from kvplug.server.diagnosis.doctor import main
+from tests.plain_kernels import with_plain_kernels
 from tests.server.diagnosis.test_board import SOUND_VLLM, vllm
 from tests.server.diagnosis.test_facts import METRICS
 from tests.server.engine import served
@@ -35,7 +35,7 @@ async def doctor_process(*arguments):
         *(sys.executable, "-m", "kvplug.router", "doctor", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200"},
+        env=with_plain_kernels(COLUMNS="200"),
     )
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
