@@ -10,6 +10,7 @@ once, as foreseen. A's surplus is the evidence, and excuses one shortfall.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import NamedTuple
 
 from kvplug.audit.expectation import Expectation
@@ -26,7 +27,7 @@ class _Surplus(NamedTuple):
 
 
 class Surpluses:
-    """note each answer, take the one that explains a shortfall."""
+    """note each answer, take the one that explains a shortfall; forget ranks that are gone."""
 
     def __init__(self) -> None:
         self._surpluses: OrderedDict[tuple[Rank, int], _Surplus] = OrderedDict()
@@ -53,6 +54,11 @@ class Surpluses:
             return False
         del self._surpluses[key]
         return True
+
+    def forget(self, ranks: Collection[Rank]) -> None:
+        """These ranks are gone."""
+        for key in [key for key in self._surpluses if key[0] in ranks]:
+            del self._surpluses[key]
 
 
 def _key(expectation: Expectation, num_blocks: int) -> tuple[Rank, int]:

@@ -101,6 +101,7 @@ class AuditedRouter(Router):
         self._watched: defaultdict[Rank, dict[str, Expectation]] = defaultdict(dict)
         self._answers: deque[_Answer] = deque()
         self._surpluses, self._times = Surpluses(), EventTimes()
+        self._audited: frozenset[Rank] = frozenset()
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -161,7 +162,8 @@ class AuditedRouter(Router):
     def skip(self, rank: Rank, reason: str) -> None:
         """A request that says nothing about the prediction, by its kind."""
         with self._auditing:
-            self._ledgers[rank].skip(reason)
+            if rank in self._audited:
+                self._ledgers[rank].skip(reason)
 
     def ledgers(self) -> dict[Rank, RankLedger]:
         """What is known now of each rank that was sent anything."""
@@ -226,10 +228,33 @@ class AuditedRouter(Router):
 
     @contextmanager
     def _changing_fleet(self) -> Iterator[None]:
-        with self._deciding.low_priority, super()._changing_fleet():
-            yield
+        with self._deciding.low_priority:
+            with super()._changing_fleet():
+                yield
+            self._fit_fleet(frozenset(self.ranks))
+
+    def _fit_fleet(self, ranks: frozenset[Rank]) -> None:
+        """Nothing is kept of any other rank."""
+        with self._auditing:
+            gone, new = self._audited - ranks, ranks - self._audited
+            self._audited = ranks
+            for rank in new:
+                self._times.join(rank)
+            if gone:
+                self._forget_ranks(gone)
+
+    def _forget_ranks(self, gone: frozenset[Rank]) -> None:
+        for rank in gone:
+            self._times.leave(rank)
+            self._ledgers.pop(rank, None)
+            self._watched.pop(rank, None)
+        self._surpluses.forget(gone)
+        self._expected = {i: e for i, e in self._expected.items() if e.rank not in gone}
+        self._answers = deque(a for a in self._answers if a.expectation.rank not in gone)
 
     def _remember(self, request_id: str, expectation: Expectation) -> None:
+        if expectation.rank not in self._audited:
+            return  # removed since it was decided
         if len(self._expected) >= self._max_expected:
             self._forget(next(iter(self._expected)), "never_answered")
         self._expected[request_id] = expectation
@@ -246,7 +271,7 @@ class AuditedRouter(Router):
     def _watching(self, rank: Rank, sent_s: float) -> Iterator[None]:
         """Note what requests in flight lose of what the index had for them."""
         with self._auditing:
-            watched = list(self._watched[rank].values())
+            watched = self._watched_on(rank)
             # Of the others nothing can have come, and what went was seen.
             partial = [each for each in watched if each.held < each.lowest]
             for each, num_left in self._left_of(rank, partial):
@@ -254,11 +279,14 @@ class AuditedRouter(Router):
         yield
         with self._auditing:
             # With those that were decided meanwhile, between two slices.
-            watched = list(self._watched[rank].values())
+            watched = self._watched_on(rank)
             for each, num_left in self._left_of(rank, watched):
                 if num_left < each.held:
                     each.lost(num_left, sent_s)
                 each.held = num_left
+
+    def _watched_on(self, rank: Rank) -> list[Expectation]:
+        return list(self._watched[rank].values()) if rank in self._watched else []
 
     def _apply_slice(self, rank: Rank, records: Records, first: int, applied: ApplyResult) -> int:
         with self._lock.low_priority:

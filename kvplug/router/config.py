@@ -134,8 +134,8 @@ class RouterConfig:
     )
     request_expiry_s: float = setting(
         600.0,
-        "a request that nobody finishes stops counting as load after this time; a stream counts "
-        "as long as it lives",
+        "a request that is neither finished nor renewed stops counting as load after this "
+        "time; the standalone router does both",
         limits=FINITE_ABOVE_0,
         flag="--request-expiry-s",
     )

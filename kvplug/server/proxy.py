@@ -9,9 +9,9 @@ may be the reason. Once part of an answer is out, the client is told that it end
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import aiohttp
@@ -52,14 +52,11 @@ class Forward(NamedTuple):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One try of a request on one worker.
-
-    num_tokens: of its answer, None if there is none; renewed_s: when it last was said to live.
-    """
+    """One try of a request on one worker; num_tokens: of its answer, None if there is none."""
 
     decision: Decision
     num_tokens: int | None = None
-    renewed_s: float = field(default_factory=time.monotonic)
+    renewal: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +76,7 @@ class Proxy:
     def __init__(self, router: AuditedRouter, fleet: Fleet, upstream: Upstream) -> None:
         self.counts = {url: WorkerCounts() for url in fleet.workers}
         self._router, self._fleet, self._upstream = router, fleet, upstream
+        self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
         """Send the request to the best worker that answers."""
@@ -91,6 +89,7 @@ class Proxy:
             exchange = _Exchange(self._route(forward, workers))
             url = exchange.decision.rank.worker
             try:
+                self._renew_in_time(exchange)
                 return await self._exchange(request, forward, exchange)
             except LostError as error:
                 self._note_loss(url, error)
@@ -101,6 +100,15 @@ class Proxy:
                 self._finish(exchange)
         message = f"{' and '.join(sorted(lost))} went away before the answer began"
         raise ApiError(502, message, code="worker_lost")
+
+    def _renew_in_time(self, exchange: _Exchange) -> None:
+        """Its load counts until it is finished, not until it expires."""
+        loop = asyncio.get_running_loop()
+        exchange.renewal = loop.call_later(self._renewal_period_s, self._renew, exchange)
+
+    def _renew(self, exchange: _Exchange) -> None:
+        self._router.renew(exchange.decision.request_id)
+        self._renew_in_time(exchange)
 
     def _note_loss(self, url: str, error: LostError) -> None:
         self.counts[url].num_lost += 1
@@ -170,7 +178,6 @@ class Proxy:
                     await response.write(whole)
                 if stream.add(part):
                     self._router.first_token(decision.request_id)
-                self._renew(exchange)
                 part = await self._next_part(upstream, decision, events)
             await response.write_eof(events.take_begun())
             if upstream.ok and upstream.content.exception() is None:
@@ -179,13 +186,6 @@ class Proxy:
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
-
-    def _renew(self, exchange: _Exchange) -> None:
-        """A stream may live longer than a request that nobody finishes counts as load."""
-        now_s, expiry_s = time.monotonic(), self._router.config.request_expiry_s
-        if now_s - exchange.renewed_s > expiry_s / 2:
-            self._router.renew(exchange.decision.request_id)
-            exchange.renewed_s = now_s
 
     async def _next_part(
         self, upstream: aiohttp.ClientResponse, decision: Decision, events: WholeEvents
@@ -208,6 +208,8 @@ class Proxy:
 
     def _finish(self, exchange: _Exchange) -> None:
         request_id = exchange.decision.request_id
+        if exchange.renewal is not None:
+            exchange.renewal.cancel()
         self._router.abandon(request_id, "no_whole_answer")
         try:
             self._router.finish(request_id, exchange.num_tokens)

@@ -366,3 +366,58 @@ def test_a_clear_in_a_run_of_messages_is_no_mistake(router, clock):
     assert applied.was_cleared
     answer(router, request_id, 0)
     assert verdict(router, clock) is Verdict.EVICTED
+
+
+def state_of(router):
+    """All that the audit keeps of ranks."""
+    ranks = {*router._ledgers, *router._watched, *router._times._clocks}
+    ranks |= {rank for rank, _ in router._surpluses._surpluses}
+    ranks |= {each.rank for each in router._expected.values()}
+    return ranks | {answer.expectation.rank for answer in router._answers}
+
+
+def test_a_worker_that_is_removed_is_forgotten(router, clock):
+    for number in range(20):
+        worker = f"b{number}"
+        router.add_worker(worker)
+        for rank in (Rank(worker), RANK):
+            router.apply(rank, EventBatch(events=(stored(PROMPT[:BLOCK]),), ts=1.0))
+        running, answered, richer = [router.route(PROMPT, workers=[worker]) for _ in range(3)]
+        for decision in (running, answered, richer):
+            router.expect(decision)
+        answer(router, answered.request_id, 1)
+        answer(router, richer.request_id, 4)
+        router.remove_worker(worker)
+        router.answered(running.request_id, None)  # it comes late
+        router.skip(running.rank, "no_token_ids")
+        router.apply(running.rank, EventBatch(events=(), ts=2.0))
+        router.clear(running.rank)
+    assert state_of(router) <= {RANK}
+    clock.now_s += LATER_S
+    assert set(router.ledgers()) <= {RANK}
+    assert state_of(router) <= {RANK}
+
+
+def test_a_worker_that_comes_back_is_audited_anew(router, clock):
+    say(router, stored(PROMPT), ts=1000.0)
+    answer(router, expect(router), 1)
+    assert ledger(router, clock).num_wrong == 1
+    router.remove_worker("a")
+    assert router.ledgers() == {}
+    router.add_worker("a")
+    assert router.accuracy(RANK) == 0.5
+    say(router, stored(PROMPT), ts=5000.0)
+    answer(router, expect(router), 4)
+    assert verdict(router, clock) is Verdict.AS_PREDICTED
+
+
+def test_nothing_is_kept_of_ranks_that_are_not_members(router):
+    for number in range(1, 20):
+        rank = Rank("a", number)
+        batch = EventBatch(events=(stored(PROMPT), removed(0)), ts=1.0)
+        assert router.apply(rank, batch).rejected
+        router.apply_records(rank, run_of_messages((1.0, stored(PROMPT))))
+        router.clear(rank)
+        router.skip(rank, "no_token_ids")
+        router.accuracy(rank)
+    assert state_of(router) <= {RANK}

@@ -14,7 +14,7 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
-    header of 100 kB); silent, slow (for ever), gated or ticking (until `gate`). `is_healthy`:
+    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
     /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
     routes.
     """
@@ -23,7 +23,7 @@ class Engine:
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.api_key = None
+        self.api_key, self.root = None, ""
         self.last_path, self.is_healthy = "", asyncio.Event()
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
@@ -35,7 +35,7 @@ class Engine:
     async def list_models(self, request):
         self._require_key(request)
         common = {"object": "model", "owned_by": self.owned_by}
-        cards = [{"id": name, "root": "", **common} for name in self.models]
+        cards = [{"id": name, "root": self.root, **common} for name in self.models]
         base = self.models[0] if self.models else None
         cards += [{"id": name, "root": "x", "parent": base, **common} for name in self.adapters]
         return web.json_response({"object": "list", "data": cards})
@@ -82,9 +82,6 @@ class Engine:
             request.transport.close()
         if self.behaviour == "gated":
             await self.gate.wait()
-        while self.behaviour == "ticking" and not self.gate.is_set():
-            await response.write(b'data: {"choices": []}\n\n')
-            await asyncio.sleep(0.01)
         if self.behaviour == "slow":
             await self._wait_for_the_end()
         if self.usage:

@@ -76,6 +76,16 @@ async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
         assert "--block-size 4" in finding.fix
 
 
+async def test_a_block_size_is_no_finding_before_it_is_known():
+    async with routing(REPLAYING, block_size=None, replays=True) as (service, client):
+        await service.diagnosis.ask()
+        [worker] = service.fleet.workers.values()
+        assert (service.fleet.block_size_of(worker), codes(service)) == (None, set())
+        await ask_all(client)
+        await until(lambda: service.fleet.block_size_of(worker) == 4, "blocks are stored")
+        assert codes(service) == set()
+
+
 async def test_a_stream_that_stays_silent_is_found():
     async with routing(config(topic="kv@a"), topic="kv@b") as (service, client):
         await ask_all(client)
