@@ -296,11 +296,11 @@ def times_of(
         # Who counts on nothing there loses nothing, and sends others there whatever it holds.
         evicted, delayed = 0.0, fleet.delayed
     over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity
-    capacity_guard = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
+    room_wait = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
-    capacity_guard *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
+    room_wait *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
     later = fleet.num_later * (_usual_wait_ms(ranks, rank, fleet) - fleet.least_wait_ms)
-    others = delayed * work + (1.0 + delayed) * evicted + capacity_guard + later
+    others = delayed * work + (1.0 + delayed) * evicted + room_wait + later
     return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 
 

@@ -47,7 +47,7 @@ NOBODY = -1
 # state
 FIRST, NEXT, NUM_USED, NUM_LOST, NUM_OF_RANK = 0, 1, 2, 3, 4
 
-_NUM_TOUCHED = 32  # a core has fewer loads under way at a time
+_NUM_PREFETCHED = 32  # a core has fewer loads under way at a time
 _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -103,7 +103,7 @@ def _release_first(slots: U64, ring: Ring) -> bool:
 
 
 @inlined
-def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> Index:
+def _prefetch_oldest(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> Index:
     """Have the entries of the oldest nodes on their way from memory; returns how many are due."""
     node, capacity = np.int64(ring.state[FIRST]), capacity_of(slots)
     num_due = 0
@@ -118,10 +118,10 @@ def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> In
 def _expire(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> None:
     left = min(max_entries, ring.state[NUM_USED])
     while left > 0:
-        num_due = _touch_first(slots, ring, now_s, min(left, _NUM_TOUCHED))
+        num_due = _prefetch_oldest(slots, ring, now_s, min(left, _NUM_PREFETCHED))
         for _ in range(num_due):
             _release_first(slots, ring)
-        left = left - _NUM_TOUCHED if num_due == _NUM_TOUCHED else 0
+        left = left - _NUM_PREFETCHED if num_due == _NUM_PREFETCHED else 0
 
 
 @inlined
@@ -187,11 +187,11 @@ def insert_blocks(
         deadline_s = max(deadline_s, ring.deadlines[youngest])
     marked, capacity = holders.mark_of(rank), capacity_of(slots)
     _expire(slots, ring, now_s, max_expired)
-    for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
+    for i in range(max(0, len(hashes) - _NUM_PREFETCHED), len(hashes)):
         prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
     for i in range(len(hashes) - 1, -1, -1):
-        if i >= _NUM_TOUCHED:
-            prefetch(slots, _2 * home_of(hashes[i - _NUM_TOUCHED] ^ marked, capacity))
+        if i >= _NUM_PREFETCHED:
+            prefetch(slots, _2 * home_of(hashes[i - _NUM_PREFETCHED] ^ marked, capacity))
         key = hashes[i] ^ marked
         at = find_slot(slots, key, capacity)
         if slots[_2 * at + _1] != _0:
@@ -237,8 +237,8 @@ def confirm(rank: Index, hashes: U64, slots: U64) -> None:
     """End the rank's entries of these blocks; their nodes expire later, without effect."""
     marked, capacity = holders.mark_of(rank), capacity_of(slots)
     for i in range(len(hashes)):
-        if i + _NUM_TOUCHED < len(hashes):
-            prefetch(slots, _2 * home_of(hashes[i + _NUM_TOUCHED] ^ marked, capacity))
+        if i + _NUM_PREFETCHED < len(hashes):
+            prefetch(slots, _2 * home_of(hashes[i + _NUM_PREFETCHED] ^ marked, capacity))
         delete(slots, hashes[i] ^ marked)
 
 

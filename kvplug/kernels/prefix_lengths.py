@@ -45,12 +45,19 @@ _NUM_OF_RANK = 5
 
 
 class Holders(NamedTuple):
-    """Who is behind holder h: owner[h] is 4 * rank + class for copies of one rank's own; below -1
-    it is -2 - i, where readers[i] ranks, listed from readers[i + 1] on, can read the copies in a
-    pool; -1 is nobody. credits: float64[16 + ranks], what a block is worth on a rank that has it in
-    these classes (bits), and behind that what everything is worth on each rank.
+    """Which holders are in a set, and who is behind each of them.
+
+    bits: of the sets (kernels/holders.py), `words` for each.
+
+    owner[h] is 4 * rank + class for copies of one rank's own; below -1 it is -2 - i: readers[i]
+    ranks, listed from readers[i + 1] on, can read the copies in a pool; -1 is nobody.
+
+    credits: float64[16 + ranks], what a block is worth on a rank that has it in these classes
+    (bits), and behind that what everything is worth on each rank.
     """
 
+    bits: U64
+    words: Index
     owner: I64
     readers: I64
     credits: F64
@@ -188,13 +195,13 @@ def leave_with(holder: Index, at: Index, holders: Holders, ranks: Ranks) -> Inde
 
 @inlined
 def cross(
-    before: Index, now: Index, at: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks,
-    out: Out,
-) -> tuple[Index, Index]:  # fmt: skip
+    before: Index, now: Index, at: Index, holders: Holders, ranks: Ranks, out: Out
+) -> tuple[Index, Index]:
     """From set `before` to set `now` with block `at`: how many ranks left, as -n, and the holder
     that came or went, -1 if there was more than one.
     """
     num_changed, last = 0, np.int64(-1)
+    bits, words = holders.bits, holders.words
     for w in range(words):
         members = bits[now * words + w]
         rest = members ^ bits[before * words + w]
@@ -212,10 +219,10 @@ def cross(
 
 
 @inlined
-def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
+def enter(now: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """Who has the first block; returns how many ranks that are."""
-    for w in range(words):
-        rest = bits[now * words + w]
+    for w in range(holders.words):
+        rest = holders.bits[now * holders.words + w]
         while rest != _0:
             owner = holders.owner[64 * w + np.int64(trailing_zeros(rest))]
             rest &= rest - _1

@@ -203,7 +203,7 @@ def create(runs: U64, set_id: np.uint64, depth: np.uint64, seed: np.uint64) -> n
     put(runs, run, START, depth)
     put(runs, run, END, depth - _1)
     put(runs, run, SEED, seed)
-    touch(runs, run)
+    mark_used(runs, run)
     return np.uint64(run)
 
 
@@ -224,20 +224,20 @@ def free(runs: U64, run: np.uint64) -> None:
 
 @inlined
 def time(runs: U64) -> np.uint64:
-    """When what is used now was used, for `touch_at`."""
+    """When what is used now was used, for `mark_used_at`."""
     return np.uint64(runs[USED] << _32)
 
 
 @inlined
-def touch_at(runs: U64, run: np.uint64, used: np.uint64) -> None:
+def mark_used_at(runs: U64, run: np.uint64, used: np.uint64) -> None:
     """The run was used then."""
     put(runs, run, USED, num_holes(runs, run) | used)
 
 
 @inlined
-def touch(runs: U64, run: np.uint64) -> None:
+def mark_used(runs: U64, run: np.uint64) -> None:
     """The run was used now."""
-    touch_at(runs, run, time(runs))
+    mark_used_at(runs, run, time(runs))
 
 
 @inlined

@@ -32,8 +32,8 @@ from kvplug.kernels.table import (
     fill_slot,
     find_slot,
     has_room,
-    touch_next,
-    touch_slots,
+    prefetch_first,
+    prefetch_next,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -102,13 +102,13 @@ def claim(
     out_at[i]: the slot, times 4, plus 2 if the block is new to the table, plus 1 if its name is.
     """
     capacity = capacity_of(blocks.table)
-    touch_slots(blocks.table, hashes)
+    prefetch_first(blocks.table, hashes)
     if len(space.slots) > 0:
-        touch_slots(space.slots, engine_hashes)
+        prefetch_first(space.slots, engine_hashes)
     for i in range(len(hashes)):
-        touch_next(blocks.table, hashes, i, capacity)
+        prefetch_next(blocks.table, hashes, i, capacity)
         if len(space.slots) > 0:
-            touch_next(space.slots, engine_hashes, i, capacity_of(space.slots))
+            prefetch_next(space.slots, engine_hashes, i, capacity_of(space.slots))
         slot = find_slot(blocks.table, hashes[i], capacity)
         value, named = blocks.table[_2 * slot + _1], 0
         fits = _fits_content(value, hashes[i], depth)
@@ -185,6 +185,6 @@ def hold(
             num_new += 1
         before = hashes[i]
         depth += _1
-    runs.touch(blocks.runs, last)
+    runs.mark_used(blocks.runs, last)
     blocks.header[holders.NUM_HELD + holder] += num_new
     return num_new

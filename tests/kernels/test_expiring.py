@@ -56,12 +56,12 @@ def test_what_is_confirmed_is_gone_and_nothing_else(inserted, confirmed, rank):
     assert len(blocks) == (NUM_RANKS - 1) * len(inserted) + left
 
 
-@pytest.mark.parametrize("num_touched", [31, 32, 33, 64, 65, 100])
-def test_as_many_expire_as_are_due_however_they_are_grouped(num_touched):
+@pytest.mark.parametrize("num_due", [31, 32, 33, 64, 65, 100])
+def test_as_many_expire_as_are_due_however_they_are_grouped(num_due):
     blocks = ExpiringBlocks(2.0)
-    blocks.insert(0, u64(range(1, num_touched + 1)), 0.0)
+    blocks.insert(0, u64(range(1, num_due + 1)), 0.0)
     blocks.insert(0, u64(range(1000, 1050)), 1.0)
-    blocks.expire(2.5, num_touched - 1)
+    blocks.expire(2.5, num_due - 1)
     assert len(blocks) == 51
     blocks.expire(2.5, 10_000)
     assert len(blocks) == 50
