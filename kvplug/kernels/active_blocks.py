@@ -1,12 +1,12 @@
 """Blocks of live requests, per rank.
 
 In:  the sequence hashes of a whole prompt, the number of the rank that it is on.
-Out: the table changed; how many blocks came into use or went out of it; a shared prefix.
+Out: the table changed; how many blocks came into use or went out of use; a shared prefix.
 
     slots   sequence hash xor the mark of the rank -> how many live requests have the block
 
-A request enters all of its blocks, so a block in use has its whole prefix in use, and how much a
-new request shares with those of a rank is found by halving. Reference: a Counter per rank
+A request enters all of its blocks, so a block in use has its whole prefix in use: how much a new
+request shares with those of a rank is found by bisection. Reference: a Counter per rank
 (tests/kernels/test_active_blocks.py).
 """
 
@@ -36,7 +36,7 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 def _prefetch_ahead(
     slots: U64, hashes: U64, i: Index, mark: np.uint64, capacity: np.uint64
 ) -> None:
-    """Have the slots of later blocks on their way from memory, at the start of all of a window."""
+    """Prefetch the slots of later blocks: of a whole window at the start, then of one at a time."""
     last = min(len(hashes), i + NUM_PREFETCHED + 1)
     for later in range(0 if i == 0 else i + NUM_PREFETCHED, last):
         prefetch_key(slots, hashes[later] ^ mark, capacity)

@@ -2,9 +2,11 @@
 
 In:  records of plain events (kernels/wire.py) or packed events (kvplug/packed.py), and every array
      of the index.   Out: the arrays changed as kvplug/index/block_index.py changes them event by
-event, and how far it came. An event that needs a decision (an unknown parent, names that conflict,
-a clear, another block size, a form that is not read here) or more room is not begun: the caller
-does what it takes and calls again.
+     event, and how far it came.
+
+An event that needs a decision (an unknown parent, conflicting engine
+hashes, a clear, another block size, a form that is not read here) or more room is not begun: the
+caller does what it takes and calls again.
 
 Made of parts of other kernel files: a step per file would pass over the blocks of an event five
 times and cross from Python as often. Reference: BlockIndex.apply.
@@ -297,7 +299,7 @@ def _prefetch_words(slots: U64, data: Bytes, at: Index, num_words: Index) -> Non
 
 @inlined
 def _prefetch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> None:
-    """While one event is applied, have what the next one begins with on its way from memory."""
+    """While one event is applied, prefetch what the next one begins with."""
     _prefetch_words(index.space.slots, data, event.engine_hashes, event.num_blocks)
     if event.kind == wire.STORED:
         _prefetch_words(index.blocks.table, data, event.hashes, event.num_blocks)

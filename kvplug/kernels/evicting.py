@@ -1,11 +1,11 @@
-"""Tails out of a full index, and a memory of what they were called.
+"""Tails out of a full index, and a filter that remembers their engine hashes.
 
 In:  runs and where they end from now on; then the tables, a span at a time.
 Out: the tables without the blocks behind those ends; a filter with their engine hashes.
 
 The filter has two bits for each engine hash among `uint64[words]`, found by two halves of a mixed
-hash (Bloom 1970): it never forgets a hash before it is emptied, and takes a strange one for known
-in one of some dozens of cases when it is full. Reference: tests/index/test_evicting.py.
+hash (Bloom 1970): it forgets no hash before it is emptied, and when it is full takes one of some
+dozens of unknown hashes for a known one. Reference: tests/index/test_evicting.py.
 """
 
 import numpy as np

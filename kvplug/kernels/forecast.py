@@ -55,7 +55,7 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 class Forecast(NamedTuple):
-    """The arrays."""
+    """The arrays, as above."""
 
     slots: U64
     keys: U64
@@ -137,7 +137,7 @@ def _use_chunk(cache: Forecast, rank: Index, key: np.uint64, num_blocks: Index) 
 
 @inlined
 def _prefetch_ahead(cache: Forecast, hashes: U64, chunk: Index, mark: np.uint64) -> None:
-    """Have the slots of chunks before this one on their way from memory."""
+    """Prefetch the slots of chunks before this one."""
     last = num_chunks(len(hashes)) - 1
     first = max(0, chunk - NUM_PREFETCHED)
     for earlier in range(first, chunk + 1 if chunk == last else first + 1):
@@ -146,7 +146,7 @@ def _prefetch_ahead(cache: Forecast, hashes: U64, chunk: Index, mark: np.uint64)
 
 @inlined
 def _prefetch_after(cache: Forecast, node: Index) -> Index:
-    """Have the slot of a node on its way from memory; returns the node behind it."""
+    """Prefetch the slot of a node; returns the node behind it."""
     prefetch_key(cache.slots, cache.keys[node], capacity_of(cache.slots))
     return np.int64(cache.links[LINK_WIDTH * node + AFTER])
 

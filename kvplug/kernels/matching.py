@@ -5,7 +5,7 @@ each holder.   Out: per rank, how many leading blocks it holds, by class of memo
 
 A request goes from run to run, not from block to block. If the last block of a run is in the
 request, all before it are, and nothing needs to be looked up between; if not, the last block that
-is lies where halving the rest leads. Only runs with holes are walked. At the border of two runs
+is is found by bisection. Only runs with holes are walked. At the border of two runs
 only the holders that come or go are looked at. Classes of memory are DEVICE, HOST, DISK and POOLED
 (another worker can read it); a rank leaves at the first block that it does not hold in any.
 Reference: plain loops over Python sets (tests/kernels/test_matching.py).

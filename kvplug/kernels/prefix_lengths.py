@@ -1,4 +1,4 @@
-"""How long a prefix of a request each rank holds, from border to border of its runs.
+"""How long a prefix of a request each rank holds, going from border to border of its runs.
 
 In:  the sets of holders that follow each other along a request, and who is behind each holder.
 Out: per rank, how many leading blocks it has in each class of memory, and what they are worth.
@@ -64,10 +64,10 @@ class Holders(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """What is known of each rank on the way: of which class it has copies (bits), in how many pools
-    it finds the block, in which scopes it still is (bits), since which block, and with which block
-    it left all of them. is_mixed[0]: whether any rank is in some scopes and not in the others,
-    for which the rows of the answer are kept on the way. `changed` has room for every holder.
+    """What is known of each rank on the way: the classes of which it has copies (bits), in how many
+    pools it finds the block, in which scopes it still is (bits), since which block, and with which
+    block it left all of them. is_mixed[0]: whether any rank is in some scopes and not in the
+    others; then the rows of the answer are kept on the way. `changed` has room for every holder.
     """
 
     has: I64
@@ -177,8 +177,8 @@ def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) ->
 
 @inlined
 def is_all(holder: Index, holders: Holders, ranks: Ranks) -> bool:
-    """Whether the holder is all that its rank had, so that `leave_with` is all that has to be done
-    as it goes. Most borders are like that.
+    """Whether the holder is all that its rank had: then `leave_with` is all there is to do as it
+    goes. Most borders are like that.
     """
     owner = holders.owner[holder]
     return bool(owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3))

@@ -14,7 +14,7 @@ has matched all of it, without looking at the blocks between. Words of a run:
     PARENT   sequence hash of the block before START; 0 if there is none or if it is not known. With
              a run above: 1 + the only holder that comes or goes between the two, 0 if not known
     LINKS    low half: the run above, whose last block comes right before START; high half: the run
-             below, which names this one as the run above; 0: not known
+             below, whose run above is this one; 0: not known
 
 Of a free run, START has the next free one. Run 0 is none; its words START and END have the first
 free run and the number of live ones, USED has the time, which is never 0. Reference:
@@ -224,7 +224,7 @@ def free(runs: U64, run: np.uint64) -> None:
 
 @inlined
 def time(runs: U64) -> np.uint64:
-    """When what is used now was used, for `mark_used_at`."""
+    """The time now, for `mark_used_at`."""
     return np.uint64(runs[USED] << _32)
 
 

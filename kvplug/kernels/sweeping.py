@@ -2,9 +2,9 @@
 
 In:  holders that are cleared, or runs that were cut short.   Out: arrays without their blocks.
 
-Cutting a holder out of the sets of all runs, or the tails off some runs, is short; then the tables
-are swept for blocks that no run claims any more. Between two calls the index is consistent for
-queries, which do not find what a run does not claim; nothing else may come in between, as a removal
+Taking a holder out of the sets of all runs, or cutting the tails off some, is quick; then the
+tables are swept for blocks that no run claims any more. Between two calls the index is consistent
+for queries, which do not find what no run claims; nothing else may come in between, as a removal
 would move entries to slots that are done. Reference: removals one by one (tests/index/).
 """
 

@@ -1,16 +1,15 @@
-"""The common dialect of event messages, msgpack bytes to flat arrays.
+"""Event messages in the common dialect: msgpack bytes to flat arrays.
 
 In:  payloads, one after the other in one uint8 array.   Out: records: one row per event.
 
 Read are batches [ts, [events], rank?] whose events are BlockStored, BlockRemoved and
 AllBlocksCleared as vLLM (arrays up to 0.23, maps since) and SGLang send them for plain prompts of
 full-attention models: integer hashes, no LoRA, no salt, no extra keys. The first payload with
-anything else ends the run, and its like is left to kvplug/codec.py, which reads all dialects; what
-is read here, it reads equally (tests/test_records.py).
+anything else ends the run and is left to kvplug/codec.py, which reads all dialects. What both read,
+they read equally (tests/test_records.py).
 
 A record is RECORD_WIDTH numbers: [KIND, TIER (-1: not named), FIRST_ENGINE_HASH, NUM_ENGINE_HASHES,
-FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT]; the parent itself, a u64, is in an array of its
-own.
+FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT]. The parent itself, a u64, is in another array.
 
 Positions are as in kernels/msgpack.py. Reference: the codec.
 """
@@ -127,7 +126,7 @@ def _read_full_attention(data: Bytes, at: Index) -> Index:
 
 @inlined
 def _read_group(data: Bytes, at: Index) -> Index:
-    """Behind nil or 0: the only group of a model that has one kind of attention."""
+    """Behind nil or 0, the only group of a model that has one kind of attention."""
     return at + 1 if data[at] == 0xC0 or data[at] == 0 else FAILED
 
 

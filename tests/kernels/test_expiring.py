@@ -39,7 +39,7 @@ def test_depths_move_on_over_what_is_live(inserted, prompt, starts, now_s):
         blocks.insert(rank, u64(prompt[:end]), at_s)
         reference.insert(rank, prompt[:end], at_s)
     depths = np.array(starts, dtype=np.int64)
-    kernels.extend_depths(*blocks.query_arrays, now_s, u64(prompt), depths)
+    kernels.extend_depths(now_s, u64(prompt), blocks.bundle, depths)
     assert depths.tolist() == [
         reference.depth(rank, prompt, start, now_s) for rank, start in enumerate(starts)
     ]
