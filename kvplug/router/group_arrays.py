@@ -28,10 +28,9 @@ class GroupArrays:
     """
 
     def __init__(self, config: RouterConfig, group: IndexGroup, load: ActiveLoad) -> None:
-        self._group, self._load = group, load
+        self._config, self._group, self._load = config, group, load
         self.traffic: F64 = np.zeros(costing.TRAFFIC_WIDTH)
         self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
-        self._settings = _settings_of(config, group)
         self._prefix_query: object = None
         self._seen_version = -1
 
@@ -64,7 +63,7 @@ class GroupArrays:
         load, expected = self._load, self._group.index.speculative
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         return Bundle(
-            self._settings, prefix_query.bundle, prefix_query.new_rows(),
+            _settings_of(self._config, self._group), prefix_query.bundle, prefix_query.new_rows(),
             load.ranks.reshape(-1), self.traffic,
             self._group.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
@@ -73,6 +72,7 @@ class GroupArrays:
 
 
 def _settings_of(config: RouterConfig, group: IndexGroup) -> F64:
+    # Not once for all: a group that learns its block size gets another index.
     settings, expected = np.zeros(scoring.NUM_SETTINGS), group.index.speculative
     settings[scoring.BLOCK_SIZE] = group.block_size
     settings[scoring.COST_IN_MS] = config.is_cost_in_ms
