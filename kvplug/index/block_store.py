@@ -25,6 +25,7 @@ from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
 from kvplug.kernels import checking, membership, runs
+from kvplug.kernels.bundle import Bundle
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -63,7 +64,8 @@ class BlockStore:
         self.copies = HashTable(self.version)
         self.runs = RunTable(self.version)
         self.sets = HolderSets(self.version)
-        self._slots: U64 = np.empty(0, dtype=np.uint64)
+        self._scratch: U64 = np.empty(0, dtype=np.uint64)
+        self._seen_version = -1
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
@@ -74,6 +76,14 @@ class BlockStore:
         """All arrays, as kernels/residency.py names them."""
         bits, meta, intern, header = self.sets.arrays
         return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
+
+    @property
+    def bundle(self) -> U64:
+        """All arrays and scratch as one argument of a kernel, good until one is replaced."""
+        if self._seen_version != self.version.count:
+            self._bundle = Bundle(*self.arrays, self._scratch)
+            self._seen_version = self.version.count
+        return self._bundle.words
 
     def load(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
         """Be what other the block store were whose arrays these are; they stay in use."""
@@ -89,7 +99,7 @@ class BlockStore:
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         tables = self.table.nbytes + self.copies.nbytes
-        return tables + self.runs.nbytes + self.sets.nbytes + int(self._slots.nbytes)
+        return tables + self.runs.nbytes + self.sets.nbytes + int(self._scratch.nbytes)
 
     @property
     def num_memberships(self) -> int:
@@ -101,7 +111,7 @@ class BlockStore:
         """Bytes of memory of all tables and arrays after `reserve`."""
         tables = self.table.grown_nbytes(num_blocks) + self.copies.grown_nbytes(num_blocks)
         arrays = self.runs.grown_nbytes(num_blocks) + self.sets.grown_nbytes(holder, num_blocks)
-        return tables + arrays + int(self._slots.nbytes)
+        return tables + arrays + int(self._scratch.nbytes)
 
     def reserve(self, holder: int, num_blocks: int) -> None:
         """Make room for so many blocks that come to the holder."""
@@ -109,8 +119,9 @@ class BlockStore:
         self.copies.reserve(num_blocks)
         self.runs.reserve(num_blocks)
         self.sets.reserve(holder, num_blocks)
-        if num_blocks > len(self._slots):
-            self._slots = np.empty(2 * num_blocks, dtype=np.uint64)
+        if num_blocks > len(self._scratch):
+            self._scratch = np.empty(2 * num_blocks, dtype=np.uint64)
+            self.version.count += 1
 
     def reserve_runs(self, holder: int, num_blocks: int) -> None:
         """Make room for so many blocks that leave the holder, for runs of their own maybe."""
@@ -133,26 +144,26 @@ class BlockStore:
         hashes = span.hashes
         self.reserve(holder, len(hashes))
         parent, seed = np.uint64(span.parent), np.uint64(span.seed)
-        event = holder, parent, seed, span.engine_hashes, hashes, self._slots
-        num_new = membership.store_blocks(*event, *hash_space, *self.arrays)
+        event = holder, parent, seed, span.engine_hashes, hashes
+        num_new = membership.store_blocks(*event, *hash_space, self.bundle)
         return None if num_new == membership.CONFLICT else int(num_new)
 
     def copy(self, holder: int, sequence_hashes: U64) -> int:
         """As `store`, for blocks that somebody has; returns how many the holder did not have."""
         self.reserve(holder, len(sequence_hashes))
-        return int(membership.copy_blocks(holder, sequence_hashes, self._slots, *self.arrays))
+        return int(membership.copy_blocks(holder, sequence_hashes, self.bundle))
 
     def drop(self, holder: int, sequence_hashes: U64) -> int:
         """The holder has one copy less of each block; returns how many it has no more."""
         self.reserve_runs(holder, len(sequence_hashes))
-        return int(membership.drop_hashes(holder, sequence_hashes, *self.arrays))
+        return int(membership.drop_hashes(holder, sequence_hashes, self.bundle))
 
     def drop_engine_hashes(
         self, holder: int, engine_hashes: U64, hash_space: tuple[U64, U64]
     ) -> int:
         """As `drop`, by engine hashes; returns how many the holder had."""
         self.reserve_runs(holder, len(engine_hashes))
-        return int(membership.drop_engine_hashes(holder, engine_hashes, *hash_space, *self.arrays))
+        return int(membership.drop_engine_hashes(holder, engine_hashes, *hash_space, self.bundle))
 
     def seed_of(self, sequence_hash: int) -> int:
         """The seed of a block's namespace."""
@@ -162,10 +173,7 @@ class BlockStore:
     def which_held(self, sequence_hashes: U64, holders: list[int]) -> Mask:
         """bool[blocks], whether any of the holders has the block."""
         held = np.empty(len(sequence_hashes), dtype=np.uint8)
-        mask, words = self.sets.mask_of(holders), self.sets.words
-        membership.which_held(
-            sequence_hashes, mask, words, self.table.slots, self.runs.words, self.sets.bits, held
-        )
+        membership.which_held(sequence_hashes, self.sets.mask_of(holders), self.bundle, held)
         return held.view(np.bool_)
 
     def num_held(self, holder: int) -> int:

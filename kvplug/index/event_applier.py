@@ -81,8 +81,7 @@ class EventApplier:
         at, again = first, True
         while again:
             at = int(kernels.apply_records(
-                at, records.num_events, max_blocks, self._block_size,
-                records.records, records.parents, records.engine_hashes, records.tokens,
+                at, records.num_events, max_blocks, self._block_size, records.bundle.words,
                 self._bundle_for(rank, hash_space),
             ))  # fmt: skip
             again = self._count(rank, hash_space, applied)

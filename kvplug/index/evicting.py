@@ -62,7 +62,7 @@ class Eviction(Sweep):
         lost.num_blocks += self.num_blocks
         lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
         held.sets.num_held[:] -= held.sets.sum_by_holder(sets, cut.num_blocks)
-        kernels.cut_runs(cut.runs, cut.ends, held.runs.words, *held.sets.arrays)
+        kernels.cut_runs(cut.runs, cut.ends, held.bundle)
 
     def _run(self) -> Iterator[bool]:
         held, gone = self.block_store, self._gone.slots

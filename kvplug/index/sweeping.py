@@ -65,12 +65,10 @@ class Sweep(ABC):
 
     def _sweep_copies(self) -> Iterator[bool]:
         held = self.block_store
-        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
-        copies = held.copies.slots
         if len(held.copies):
             yield from self._pass(
                 held.copies.capacity,
-                lambda first, last: kernels.sweep_copies(first, last, *arrays, copies),
+                lambda first, last: kernels.sweep_copies(first, last, held.bundle),
             )
 
 
@@ -84,7 +82,7 @@ class Clearing(Sweep):
         self, block_store: BlockStore, hash_space: SpaceArrays, holders: Sequence[int]
     ) -> None:
         super().__init__(block_store)
-        self._names, self._members = hash_space
+        self._slots, self._members = hash_space
         # A number that no set has room for yet is in none.
         holders = [holder for holder in holders if holder < 64 * block_store.sets.words]
         self._holders: I64 = np.array(holders, dtype=np.int64)
@@ -117,9 +115,7 @@ class Clearing(Sweep):
         while at < held.runs.capacity:
             held.sets.reserve(0, 1)
             last = min(at + self._budget, held.runs.capacity)
-            end = kernels.cut_holders(
-                at, last, self._holders, held.runs.words, *held.sets.arrays, self._counts
-            )
+            end = kernels.cut_holders(at, last, self._holders, held.bundle, self._counts)
             self._budget -= int(end) - at
             at = int(end)
             if self._budget <= 0:
@@ -127,10 +123,9 @@ class Clearing(Sweep):
 
     def _sweep_engine_hashes(self) -> Iterator[bool]:
         held = self.block_store
-        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
         yield from self._pass(
-            len(self._names) // 2 - 1,
+            len(self._slots) // 2 - 1,
             lambda first, last: kernels.sweep_engine_hashes(
-                first, last, *arrays, self._members, self._names
+                first, last, self._slots, self._members, held.bundle
             ),
         )

@@ -174,7 +174,7 @@ def make_router(config, capacities, clock, seed=0):
     return router
 
 
-def names_of(tokens):
+def engine_hashes_of(tokens):
     return tuple(hash(tuple(tokens[:end])) % 2**63 for end in range(SIZE, len(tokens) + 1, SIZE))
 
 
@@ -182,19 +182,22 @@ def tell(router, step, worker, what):
     if step == "store":
         tokens, tier = what
         event = BlockStored(
-            block_hashes=names_of(tokens), token_ids=tuple(tokens), block_size=SIZE, tier=tier
+            block_hashes=engine_hashes_of(tokens),
+            token_ids=tuple(tokens),
+            block_size=SIZE,
+            tier=tier,
         )
     else:
-        event = BlockRemoved(block_hashes=names_of(what))
+        event = BlockRemoved(block_hashes=engine_hashes_of(what))
     router.apply(Rank(worker), EventBatch(events=(event,)))
 
 
 def traffic_of(router):
     group = router.fleet_index.groups[0]
     arrays = router._decider._arrays_of(group)
-    names = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
-    names += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
-    return dict(zip(names, arrays.traffic.tolist(), strict=False))
+    columns = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
+    columns += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
+    return dict(zip(columns, arrays.traffic.tolist(), strict=False))
 
 
 @given(settings, capacities, st.lists(steps, min_size=20, max_size=40), st.integers(0, 99))
