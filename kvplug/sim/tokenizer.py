@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class PromptTokenizer(Protocol):
-    """What kvplug.server.tokenizer.PromptTokenizer has."""
+    """What kvplug.tokenization.prompt_tokenizer.PromptTokenizer has."""
 
     def completion(self, body: Body) -> Sequence[Any]:
         """Token ids of each prompt."""

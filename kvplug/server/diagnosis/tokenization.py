@@ -11,7 +11,7 @@ from typing import Any
 from kvplug.errors import TokenizerError
 from kvplug.server.diagnosis.probe import PROBE_TEXT, Prober
 from kvplug.server.diagnosis.view import Disagreement
-from kvplug.server.tokenizer import PromptTokenizer
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 _MAX_SHOWN = 6
 

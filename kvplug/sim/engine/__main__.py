@@ -1,4 +1,4 @@
-"""The door: `python -m kvplug.sim.engine`. See `--help`, or docs/simulation.md."""
+"""The entry point: `python -m kvplug.sim.engine`. See `--help`, or docs/simulation.md."""
 
 import asyncio
 import logging
@@ -13,6 +13,7 @@ def main() -> int:
         from kvplug.sim.cli import parse
         from kvplug.sim.service import serve
         from kvplug.sim.tokenizer import FolderTokenizer
+        from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
     except ModuleNotFoundError as error:
         sys.stderr.write(f"a simulated engine needs {error.name!r}: pip install 'kvplug[router]'\n")
         return 1
@@ -23,8 +24,7 @@ def main() -> int:
     try:
         tokenizer = None
         if config.tokenizer is not None:
-            from kvplug.server.tokenizer import PromptTokenizer  # as a router tokenizes
-
+            # As a router in front of it tokenizes.
             prompts = PromptTokenizer.from_folder(config.tokenizer)
             tokenizer = FolderTokenizer(prompts, config.tokenizer)
         asyncio.run(serve(config, tokenizer))
