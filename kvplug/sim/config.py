@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvplug.errors import ConfigError
-from kvplug.sim.block_hashes import Lora
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.sim.timing import TimeModel
+from kvplug.vllm_hashes import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvplug.errors import TokenizerError
-from kvplug.sim.block_hashes import Lora
 from kvplug.sim.tokenizer import Body, Tokenizer
+from kvplug.vllm_hashes import Lora
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and vLLM's
 

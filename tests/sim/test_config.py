@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.sim.block_hashes import Lora
 from kvplug.sim.cli import HELP, parse
 from kvplug.sim.config import SimConfig
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.sim.timing import TimeModel
+from kvplug.vllm_hashes import Lora
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 NAMES = [
