@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvplug.server.replies import ApiError
+from kvplug.api_errors import ApiError
 
 Body = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's API to what a simulated engine is asked for.
 
-In:  the JSON body of /v1/completions or /v1/chat/completions.   Out: Ask, or a RequestError.
+In:  the JSON body of /v1/completions or /v1/chat/completions.   Out: Ask, or an ApiError.
 
 What shapes the answer's text (temperature, stop, logprobs and so on) is read over: there is no
 model. What would change how much is generated (`n`, `best_of`) is refused.
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvplug.api_errors import ApiError
 from kvplug.errors import TokenizerError
 from kvplug.sim.tokenizer import Body, Tokenizer
 from kvplug.vllm_hashes import Lora
@@ -20,12 +21,10 @@ from kvplug.vllm_hashes import Lora
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and vLLM's
 
 
-class RequestError(Exception):
-    """Answer with this status and message."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
+def vllm_error(status: int, message: str) -> ApiError:
+    """An error as vLLM's server says it: with the status as its code, and types of its own."""
+    kind = "BadRequestError" if status == 400 else "NotFoundError"
+    return ApiError(status, message, code=status, kind=kind)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -90,12 +89,12 @@ class AskReader:
                 return (self._tokenizer.chat(body),)
             return tuple(self._tokenizer.completion(body))
         except TokenizerError as error:
-            raise RequestError(400, str(error)) from error
+            raise vllm_error(400, str(error)) from error
 
     def _model(self, name: str | None) -> str:
         model = next(iter(self._models)) if name is None else name
         if model not in self._models:
-            raise RequestError(404, f"The model `{model}` does not exist.")
+            raise vllm_error(404, f"The model `{model}` does not exist.")
         return model
 
     def _max_tokens(self, fields: _Fields, prompt: Sequence[int], is_chat: bool) -> int:
@@ -107,7 +106,7 @@ class AskReader:
         if asked is None:
             asked = num_left if is_chat else _DEFAULT_COMPLETION_TOKENS
         if len(prompt) < 1 or asked < 1 or asked > num_left:
-            raise RequestError(
+            raise vllm_error(
                 400,
                 f"This model's maximum context length is {self._max_model_len} tokens; the prompt "
                 f"has {len(prompt)} (at least 1) and max_tokens is {asked} (at least 1)",
@@ -120,14 +119,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body must be a JSON object: {error}") from error
+        raise vllm_error(400, f"the body must be a JSON object: {error}") from error
 
 
 def _fields(body: Body) -> _Fields:
     try:
         fields = msgspec.convert(body, _Fields)
     except msgspec.ValidationError as error:
-        raise RequestError(400, f"the body does not fit: {error}") from error
+        raise vllm_error(400, f"the body does not fit: {error}") from error
     if (fields.n or 1) != 1 or (fields.best_of or 1) != 1:
-        raise RequestError(400, "n and best_of must be 1: a simulated engine answers once")
+        raise vllm_error(400, "n and best_of must be 1: a simulated engine answers once")
     return fields

@@ -6,7 +6,6 @@ In:  a SimConfig and a tokenizer.   Out: a listening engine, until it is told to
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,8 +15,8 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
-from kvplug.errors import TransportError
 from kvplug.events import EventBatch
+from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
 from kvplug.sim.config import SimConfig
 from kvplug.sim.engine import SimulatedEngine
@@ -65,8 +64,7 @@ class EngineService:
     @property
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(*self._runner.addresses[0][:2])
 
     def addresses(self) -> dict[str, str | None]:
         """What a caller needs to reach it."""
@@ -89,12 +87,8 @@ class EngineService:
 
     async def _listen(self) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.config.host, self.config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            address = f"{self.config.host}:{self.config.port}"
-            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+        with listening_on(self.config.host, self.config.port):
+            await web.TCPSite(self._runner, self.config.host, self.config.port).start()
 
 
 def _publish_nowhere(batch: EventBatch) -> None:
@@ -114,10 +108,7 @@ async def _as_task(runner: EngineRunner) -> AsyncIterator[asyncio.Task[None]]:
 
 async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once. Says on stdout where it listens."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop_or_abort, stopping)
+    stopping = stopped_by_signals()
     async with EngineService(config, tokenizer) as service:
         sys.stdout.write(msgspec.json.encode(service.addresses()).decode() + "\n")
         sys.stdout.flush()
@@ -125,9 +116,3 @@ async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:
         # A fault in a step must not leave an engine that takes requests and answers none.
         await asyncio.wait({stopped, service.stepping}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-
-
-def _stop_or_abort(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        raise SystemExit(1)
-    stopping.set()
