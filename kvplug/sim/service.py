@@ -6,6 +6,7 @@ In:  a SimConfig and a tokenizer.   Out: a listening engine, until it is told to
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -15,14 +16,19 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
+from kvplug import codec
+from kvplug.engines.binding import local_endpoint
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.events import EventBatch
 from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
 from kvplug.sim.config import SimConfig
 from kvplug.sim.engine import SimulatedEngine
-from kvplug.sim.publisher import EventPublisher
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class EngineService:
@@ -73,16 +79,16 @@ class EngineService:
     def _start_publishing(self, started: AsyncExitStack) -> Callable[[EventBatch], None]:
         if self.config.events_endpoint is None:
             return _publish_nowhere
-        publisher = started.enter_context(
-            EventPublisher(
-                self.config.events_endpoint,
-                replay_endpoint=self.config.replay_endpoint,
-                topic=self.config.topic,
-                buffer_steps=self.config.buffer_steps,
-            )
+        config = PublisherConfig(
+            endpoint=self.config.events_endpoint,
+            replay_endpoint=self.config.replay_endpoint,
+            topic=self.config.topic,
+            buffer_steps=self.config.buffer_steps,
         )
-        self.events_endpoint = publisher.endpoint
-        self.replay_endpoint = publisher.replay_endpoint
+        publisher = Publisher(config, 0, codec.encode, logger, must_bind=True)
+        started.callback(publisher.shutdown)
+        self.events_endpoint = local_endpoint(publisher.endpoint)
+        self.replay_endpoint = local_endpoint(publisher.replay_endpoint or "")
         return publisher.publish
 
     async def _listen(self) -> None:

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from kvplug.errors import KvplugError
 from kvplug.events import EventBatch
-from kvplug.sim import publisher, service
+from kvplug.sim import service
 from kvplug.sim.api import Api
 from kvplug.sim.cli import parse
 from kvplug.sim.config import SimConfig
@@ -97,7 +97,7 @@ class SlowApi(Api):
 
 
 class StockCodec:
-    """What a publisher asks a codec for."""
+    """What the service asks a codec for."""
 
     @staticmethod
     def encode(batch: EventBatch) -> bytes:
@@ -122,7 +122,7 @@ def main() -> int:
     own, rest = parser.parse_known_args()
     config, _ = parse(rest)
     assert config.tokenizer is not None
-    vars(publisher)["codec"] = StockCodec
+    vars(service)["codec"] = StockCodec
     vars(service)["Api"] = partial(SlowApi, tokenize_s_per_byte=own.tokenize_s_per_byte)
     tokenizer = FolderTokenizer(WordTokenizer(config.tokenizer), config.tokenizer)
     try:

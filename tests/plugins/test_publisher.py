@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvplug import codec
-from kvplug.engines.publisher import STOP_LIMIT_S, Publisher, PublisherConfig
+from kvplug.engines.publisher import STOP_LIMIT_S, Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.vllm import VllmPublisher
 from kvplug.errors import ConfigError
 from kvplug.transports.zmq import message_of
@@ -275,7 +276,7 @@ def test_shutdown_does_not_wait_for_a_stalled_sender():
 def test_a_process_that_never_shuts_down_ends():
     program = """
 from kvplug.engines.vllm import VllmPublisher
-from kvplug.engines.publisher import PublisherConfig
+from kvplug.engines.settings import PublisherConfig
 shell = VllmPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0"), 0)
 shell.publish(None)
 """
