@@ -12,13 +12,12 @@ from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_response
 from kvplug.errors import ConfigError
-from kvplug.sim.config import SimConfig
-from kvplug.sim.metrics import HEADERS, Metrics
-from kvplug.sim.prompts import Ask, AskReader, json_object, vllm_error
-from kvplug.sim.replies import Reply
+from kvplug.sim.completions import Ask, AskReader, Reply, json_object, vllm_error
+from kvplug.sim.engine_config import SimConfig
 from kvplug.sim.request import Request
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import Tokenizer
+from kvplug.sim.vllm_metrics import HEADERS, Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -10,8 +10,8 @@ from kvplug.errors import KvplugError
 def main() -> int:
     """Serve one simulated engine; returns the exit code."""
     try:
-        from kvplug.sim.cli import parse
-        from kvplug.sim.service import serve
+        from kvplug.sim.engine_config import parse
+        from kvplug.sim.engine_service import serve
         from kvplug.sim.tokenizer import FolderTokenizer
         from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
     except ModuleNotFoundError as error:

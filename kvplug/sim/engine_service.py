@@ -23,8 +23,8 @@ from kvplug.engines.settings import PublisherConfig
 from kvplug.events import EventBatch
 from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
-from kvplug.sim.config import SimConfig
 from kvplug.sim.engine import SimulatedEngine
+from kvplug.sim.engine_config import SimConfig
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
 

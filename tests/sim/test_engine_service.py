@@ -9,10 +9,9 @@ import zmq
 
 from kvplug import Rank, Router, RouterConfig, codec
 from kvplug.errors import TransportError
-from kvplug.sim.config import SimConfig
+from kvplug.sim.engine_config import SimConfig, TimeModel
+from kvplug.sim.engine_service import EngineService
 from kvplug.sim.scheduler import SchedulerConfig
-from kvplug.sim.service import EngineService
-from kvplug.sim.timing import TimeModel
 from kvplug.vllm_hashes import Lora
 from tests.waiting import until
 
