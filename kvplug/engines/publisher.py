@@ -107,18 +107,22 @@ class Publisher:
             )
 
     def _bind(self, must_bind: bool) -> None:
-        for binding in (self._binding, *([self._replay.binding] if self._replay else [])):
-            if not must_bind:
+        bindings = [self._binding, *([self._replay.binding] if self._replay else [])]
+        for binding in bindings:
+            if must_bind:
+                self._bind_or_close(binding)
+            else:
                 binding.attempt()
-                continue
-            try:
-                binding.bind()
-            except zmq.ZMQError as error:
-                self._context.destroy(linger=0)
-                raise TransportError(
-                    f"cannot publish events at {binding.endpoint!r}: expected a free endpoint "
-                    f"like tcp://127.0.0.1:5557, got: {error}"
-                ) from error
+
+    def _bind_or_close(self, binding: Binding) -> None:
+        try:
+            binding.bind()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransportError(
+                f"cannot publish events at {binding.endpoint!r}: expected a free endpoint like "
+                f"tcp://127.0.0.1:5557, got: {error}"
+            ) from error
 
     def _start(self) -> None:
         self._sender = threading.Thread(target=self._run, name="kvplug-publisher", daemon=True)

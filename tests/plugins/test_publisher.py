@@ -120,10 +120,13 @@ def test_replays_are_whole_while_batches_go_out(client):
     assert len(replays[-1]) == 100
 
 
-def test_what_is_no_replay_request_is_passed_over(client):
+def test_what_is_no_replay_request_is_passed_over_and_named_once(client, caplog):
     with publishing() as shell:
         client.ask_nonsense(shell.publisher.replay_endpoint)
         assert client.replay(shell.publisher.replay_endpoint, first=0) == []
+        wait_until(lambda: "passed over a replay request" in caplog.text, "it is named")
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1
 
 
 def test_a_client_that_does_not_read_its_replay_is_left_after_a_while(client):

@@ -13,7 +13,6 @@ def main() -> int:
         from kvplug.sim.engine_config import parse
         from kvplug.sim.engine_service import serve
         from kvplug.sim.tokenizer import FolderTokenizer
-        from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
     except ModuleNotFoundError as error:
         sys.stderr.write(f"a simulated engine needs {error.name!r}: pip install 'kvplug[router]'\n")
         return 1
@@ -24,7 +23,9 @@ def main() -> int:
     try:
         tokenizer = None
         if config.tokenizer is not None:
-            # As a router in front of it tokenizes.
+            # As a router in front of it tokenizes; not loaded where bytes are tokens.
+            from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
+
             prompts = PromptTokenizer.from_folder(config.tokenizer)
             tokenizer = FolderTokenizer(prompts, config.tokenizer)
         asyncio.run(serve(config, tokenizer))
