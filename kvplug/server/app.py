@@ -12,16 +12,15 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from kvplug.server.bodies import Body, read_body
+from kvplug.api_errors import ApiError, error_response
+from kvplug.server.bodies import Body, lora_path_of, namespace_of, read_body
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.model_cards import Served
-from kvplug.server.namespaces import lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
-from kvplug.server.replies import ApiError, error_response
 from kvplug.server.usage import max_tokens_of, unauditable
 
 logger = logging.getLogger(__name__)

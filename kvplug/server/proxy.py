@@ -18,13 +18,13 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from kvplug.api_errors import ApiError, error_event
 from kvplug.audit.router import AuditedRouter
 from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
 from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
-from kvplug.server.replies import ApiError, error_event
 from kvplug.server.upstream import LostError, Upstream, passed_on, translated
 from kvplug.server.usage import Stream, WholeEvents, usage_of
 

@@ -20,9 +20,9 @@ import msgspec
 
 from examples.demo.engine_env import ensure_tiny_tokenizer
 from examples.demo.engine_server import MODEL_NAME
-from kvplug.server.tokenizer import PromptTokenizer
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
 from kvplug.sim.tokenizer import FolderTokenizer
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 Form = Literal["text", "ids"]
 FORMS: tuple[Form, ...] = ("text", "ids")

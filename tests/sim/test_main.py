@@ -83,7 +83,8 @@ def test_bad_flags_end_it_with_code_2(ran):
 
 def test_nothing_that_it_loads_is_numba_even_with_a_tokenizer():
     loaded = loaded_by(
-        "import kvplug.sim.cli, kvplug.sim.service, kvplug.sim.tokenizer, kvplug.server.tokenizer"
+        "import kvplug.sim.engine_config, kvplug.sim.engine_service, kvplug.sim.tokenizer;"
+        "import kvplug.tokenization.prompt_tokenizer"
     )
     assert "aiohttp" in loaded
     assert "numba" not in loaded

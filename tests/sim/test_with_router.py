@@ -11,8 +11,8 @@ from kvplug.audit.expectation import Verdict
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
-from kvplug.sim.service import EngineService
-from tests.sim.test_service import config
+from kvplug.sim.engine_service import EngineService
+from tests.sim.test_engine_service import config
 from tests.waiting import until
 
 

@@ -21,13 +21,11 @@ from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import UNCONFIRMED, Trust
 from kvplug.server.config import ServerConfig
-from kvplug.server.diagnosis import tokenization
 from kvplug.server.diagnosis.checks import check_all
 from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code, Finding
-from kvplug.server.diagnosis.probe import Prober
-from kvplug.server.diagnosis.recent import RecentCounts
-from kvplug.server.diagnosis.view import Disagreement, StreamView, WorkerView
+from kvplug.server.diagnosis.probe import Prober, compare_tokenization
+from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
 from kvplug.server.fleet import Fleet, Worker
 from kvplug.server.prompts import Prompts
 
@@ -129,7 +127,7 @@ class Diagnosis:
             tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
             if tokenizer is None:
                 continue
-            found = await tokenization.compare(self._prober, worker.url, model, tokenizer)
+            found = await compare_tokenization(self._prober, worker.url, model, tokenizer)
             if found is not None:
                 return found
         return None

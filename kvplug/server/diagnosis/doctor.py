@@ -2,12 +2,16 @@
 
 In:  the URL of a running router, or workers to ask directly.
 Out: a table; exit code 0 if nothing is found, 1 if something is, 2 if nobody could be asked.
+
+What only traffic shows (events that never match, a usage without cached tokens) is not found by
+asking directly.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,18 +20,22 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvplug.audit.router import AuditedRouter
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.diagnosis.direct import ask_directly
-from kvplug.server.diagnosis.finding import Finding
-from kvplug.server.diagnosis.table import table_of
+from kvplug.server.diagnosis.board import Diagnosis
+from kvplug.server.diagnosis.finding import Code, Finding, table_of
+from kvplug.server.fleet import Fleet
+from kvplug.server.prompts import Prompts
 from kvplug.server.upstream import Upstream
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
+_CONNECT_LIMIT_S = 3.0
+_POLL_S = 0.02
 
 
 class _Health(msgspec.Struct):
@@ -61,7 +69,7 @@ async def _findings(arguments: argparse.Namespace) -> list[Finding]:
         worker_api_key_file=arguments.worker_api_key_file,
     )
     async with Upstream(config) as upstream:
-        return await ask_directly(config, upstream.session)
+        return await _ask_workers(config, upstream.session)
 
 
 async def _ask_router(url: str) -> list[Finding]:
@@ -72,6 +80,31 @@ async def _ask_router(url: str) -> list[Finding]:
         session.get(url.rstrip("/") + "/health") as response,
     ):
         return msgspec.json.decode(await response.read(), type=_Health).findings
+
+
+async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> list[Finding]:
+    """Connect to all workers and their events, ask, and leave again."""
+    router = AuditedRouter(config.router)
+    fleet = Fleet(config, router, session)
+    diagnosis = Diagnosis(
+        config, fleet, router, Prompts(config.tokenizer), session, connect_grace_s=0.0
+    )
+    try:
+        await fleet.start()
+        await asyncio.gather(diagnosis.ask(), _wait_for_events(fleet))
+        # Who comes for a moment has not missed what it would have to know.
+        return [f for f in diagnosis.look() if f.code is not Code.EVENTS_INCOMPLETE]
+    finally:
+        await fleet.stop()
+
+
+async def _wait_for_events(fleet: Fleet) -> None:
+    followers = [worker.follower for worker in fleet.workers.values() if worker.follower]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CONNECT_LIMIT_S):
+            # The listener's thread connects them; it knows no event loop.
+            while not all(follower.connected for follower in followers):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
 
 
 def _parser() -> argparse.ArgumentParser:

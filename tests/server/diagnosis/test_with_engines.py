@@ -10,10 +10,10 @@ from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
-from kvplug.sim.service import EngineService
-from kvplug.sim.timing import TimeModel
+from kvplug.sim.engine_config import TimeModel
+from kvplug.sim.engine_service import EngineService
 from tests.ingest.publisher import stored
-from tests.sim.test_service import config
+from tests.sim.test_engine_service import config
 from tests.waiting import until
 
 PROMPTS = [[number] * 20 for number in range(10)]

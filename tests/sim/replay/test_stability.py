@@ -9,12 +9,12 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec
 from kvplug.sim.replay.fleet import Arrivals, replay
 from kvplug.sim.replay.policies import Kv, make_policy
 from kvplug.sim.replay.study import Cell, run_cell
 from kvplug.sim.replay.workload import Documents, Unshared
-from kvplug.sim.timing import TimeModel
 
 DOCUMENT, BLOCKS = 1600, 100
 FOUR_DOCUMENTS = EngineSpec(num_blocks=5 * BLOCKS)  # with their questions and answers

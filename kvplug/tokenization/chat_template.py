@@ -1,7 +1,8 @@
 """A chat body to the one text that the engine tokenizes.
 
 In:  the body of /v1/chat/completions; the chat templates (Jinja) of a model.
-Out: the prompt text, as vLLM 0.32.0 with transformers 5.19.0 renders it (tests/server/vectors).
+Out: the prompt text, as vLLM 0.32.0 with transformers 5.19.0 renders it; tests/tokenization/vectors
+holds what it rendered.
 
 What the template gets to see is made in chat_messages.py.
 """
@@ -21,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvplug.errors import TokenizerError
-from kvplug.server.chat_messages import (
+from kvplug.tokenization.chat_messages import (
     RESERVED_OPTIONS,
     Json,
     cannot,
@@ -29,7 +30,7 @@ from kvplug.server.chat_messages import (
     developer_as_system,
     options_of,
 )
-from kvplug.server.content_format import ContentFormat, content_format
+from kvplug.tokenization.content_format import ContentFormat, content_format
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from kvplug.server.diagnosis.recent import RecentCounts
+from kvplug.server.diagnosis.view import RecentCounts
 
 
 def test_a_count_is_recent_until_the_window_ends_and_again_when_it_grows():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvplug.sim.block_hashes import BlockHasher, Lora, event_id
+from kvplug.vllm_hashes import Lora, PrefixHasher, event_id
 
 ADAPTER = Lora("adapter", "/adapters/a")
 
@@ -18,16 +18,16 @@ ADAPTER = Lora("adapter", "/adapters/a")
 )
 def test_ids_are_those_of_vllm(salt, lora, ids):
     digests = []
-    BlockHasher(4, lora, salt).extend(digests, range(1, 9))
+    PrefixHasher(4, lora, salt).extend(digests, range(1, 9))
     assert [event_id(digest) for digest in digests] == ids
 
 
 def test_blocks_are_hashed_once_they_are_full():
-    hasher, digests, tokens = BlockHasher(4, None, ""), [], []
+    hasher, digests, tokens = PrefixHasher(4, None, ""), [], []
     for token_id in range(9):
         tokens.append(token_id)
         hasher.extend(digests, tokens)
         assert len(digests) == len(tokens) // 4
     whole = []
-    BlockHasher(4, None, "").extend(whole, tokens)
+    PrefixHasher(4, None, "").extend(whole, tokens)
     assert digests == whole

@@ -30,7 +30,7 @@ History = deque[tuple[bytes, bytes]]
 
 
 class ReplayServer:
-    """start, stop; read num_replays and num_abandoned."""
+    """start, stop; read num_replays and num_abandoned. `binding` is tried before start."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class ReplayServer:
         # Without this a ROUTER drops what a slow client has no room for, and nobody is told.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.SNDTIMEO, _SEND_LIMIT_MS)
-        self._binding = Binding(self._router, endpoint, "replay of KV events", logger)
-        self._binding.attempt()
-        self._wake_read, self._wake_write = socket.socketpair()
+        self.binding = Binding(self._router, endpoint, "replay of KV events", logger)
+        self._is_odd_request_named = False
         self._thread = threading.Thread(target=self._run, name="kvplug-replay", daemon=True)
 
     @property
     def endpoint(self) -> str:
         """Where replays are asked for."""
-        return self._binding.endpoint
+        return self.binding.endpoint
 
     def start(self) -> None:
-        """Answer requests from now on."""
+        """Answer requests from now on, or from when the address is free."""
+        self._wake_read, self._wake_write = socket.socketpair()
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -74,12 +74,12 @@ class ReplayServer:
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         with self._router, self._wake_read:
             while self._wake_read.fileno() not in (ready := dict(poller.poll(self._pause_ms()))):
-                self._binding.attempt()
+                self.binding.attempt()
                 if self._router in ready:
                     self._serve_safely()
 
     def _pause_ms(self) -> int | None:
-        pause_s = self._binding.pause_s
+        pause_s = self.binding.pause_s
         return None if pause_s is None else int(pause_s * 1000) + 1
 
     def _serve_safely(self) -> None:
@@ -94,7 +94,17 @@ class ReplayServer:
             case [client, b"", first] if len(first) == 8:
                 self._replay(client, first)
             case _:
-                self._logger.debug("kvplug: not a replay request: %d parts", len(request))
+                self._name_odd_request(len(request) - 1)
+
+    def _name_odd_request(self, num_parts: int) -> None:
+        level = logging.DEBUG if self._is_odd_request_named else logging.WARNING
+        self._is_odd_request_named = True
+        self._logger.log(
+            level,
+            "kvplug: passed over a replay request of %d parts, expected 2: an empty one and a "
+            "number of 8 bytes",
+            num_parts,
+        )
 
     def _replay(self, client: bytes, first: bytes) -> None:
         # Big-endian numbers of one length are in the order of their bytes. The copy is one step

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API.
+"""Errors in the form of OpenAI's API, for the router and for a simulated engine.
 
 In:  what went wrong.   Out: {"error": {"message", "type", "param", "code"}} with its status.
 """
@@ -6,34 +6,36 @@ In:  what went wrong.   Out: {"error": {"message", "type", "param", "code"}} wit
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
 
 from aiohttp import web
 
 
 class ApiError(Exception):
-    """Answer the request with this status and message."""
+    """Answer the request with this status and message.
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    kind: the `type` of the error; OpenAI's for the status if none is given.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | int,
+        param: str | None = None,
+        kind: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-
-
-class _Kind(NamedTuple):
-    below: int
-    name: str
-
-
-_KINDS = (_Kind(500, "invalid_request_error"), _Kind(600, "server_error"))
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
 
 def error_body(error: ApiError) -> dict[str, object]:
     """The JSON body of an error."""
-    kind = next(kind.name for kind in _KINDS if error.status < kind.below)
     return {
         "error": {
             "message": error.message,
-            "type": kind,
+            "type": error.kind,
             "param": error.param,
             "code": error.code,
         }

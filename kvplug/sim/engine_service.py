@@ -6,7 +6,7 @@ In:  a SimConfig and a tokenizer.   Out: a listening engine, until it is told to
 from __future__ import annotations
 
 import asyncio
-import signal
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,14 +16,19 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
-from kvplug.errors import TransportError
+from kvplug import codec
+from kvplug.engines.binding import local_endpoint
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.events import EventBatch
+from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
-from kvplug.sim.config import SimConfig
 from kvplug.sim.engine import SimulatedEngine
-from kvplug.sim.publisher import EventPublisher
+from kvplug.sim.engine_config import SimConfig
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class EngineService:
@@ -65,8 +70,7 @@ class EngineService:
     @property
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
-        host, port = self._runner.addresses[0][:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(*self._runner.addresses[0][:2])
 
     def addresses(self) -> dict[str, str | None]:
         """What a caller needs to reach it."""
@@ -75,26 +79,22 @@ class EngineService:
     def _start_publishing(self, started: AsyncExitStack) -> Callable[[EventBatch], None]:
         if self.config.events_endpoint is None:
             return _publish_nowhere
-        publisher = started.enter_context(
-            EventPublisher(
-                self.config.events_endpoint,
-                replay_endpoint=self.config.replay_endpoint,
-                topic=self.config.topic,
-                buffer_steps=self.config.buffer_steps,
-            )
+        config = PublisherConfig(
+            endpoint=self.config.events_endpoint,
+            replay_endpoint=self.config.replay_endpoint,
+            topic=self.config.topic,
+            buffer_steps=self.config.buffer_steps,
         )
-        self.events_endpoint = publisher.endpoint
-        self.replay_endpoint = publisher.replay_endpoint
+        publisher = Publisher(config, 0, codec.encode, logger, must_bind=True)
+        started.callback(publisher.shutdown)
+        self.events_endpoint = local_endpoint(publisher.endpoint)
+        self.replay_endpoint = local_endpoint(publisher.replay_endpoint or "")
         return publisher.publish
 
     async def _listen(self) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.config.host, self.config.port)
-        try:
-            await site.start()
-        except OSError as error:
-            address = f"{self.config.host}:{self.config.port}"
-            raise TransportError(f"cannot listen on {address}: {error.strerror}") from error
+        with listening_on(self.config.host, self.config.port):
+            await web.TCPSite(self._runner, self.config.host, self.config.port).start()
 
 
 def _publish_nowhere(batch: EventBatch) -> None:
@@ -114,10 +114,7 @@ async def _as_task(runner: EngineRunner) -> AsyncIterator[asyncio.Task[None]]:
 
 async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once. Says on stdout where it listens."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop_or_abort, stopping)
+    stopping = stopped_by_signals()
     async with EngineService(config, tokenizer) as service:
         sys.stdout.write(msgspec.json.encode(service.addresses()).decode() + "\n")
         sys.stdout.flush()
@@ -125,9 +122,3 @@ async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:
         # A fault in a step must not leave an engine that takes requests and answers none.
         await asyncio.wait({stopped, service.stepping}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-
-
-def _stop_or_abort(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        raise SystemExit(1)
-    stopping.set()

@@ -1,4 +1,4 @@
-"""The command line of a served simulated engine."""
+"""What a simulated engine is told: its command line, how long a step takes."""
 
 import re
 import shlex
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvplug.sim.block_hashes import Lora
-from kvplug.sim.cli import HELP, parse
-from kvplug.sim.config import SimConfig
+from kvplug.errors import ConfigError
+from kvplug.sim.engine_config import HELP, SimConfig, TimeModel, parse
 from kvplug.sim.scheduler import SchedulerConfig
-from kvplug.sim.timing import TimeModel
+from kvplug.vllm_hashes import Lora
 
 PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
 NAMES = [
@@ -86,3 +85,29 @@ def test_the_code_on_the_page_runs(capsys):
     [code] = re.findall(r"^```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE)
     exec(compile(code, "simulation.md", "exec"), {})
     assert re.fullmatch(r"1\.\d\d s for 50 tokens\n", capsys.readouterr().out)
+
+
+MODEL = TimeModel(
+    prefill_tokens_per_s=1000.0,
+    decode_base_s=0.010,
+    decode_per_sequence_s=0.001,
+    step_overhead_s=0.002,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_prefill_tokens", "num_decodes", "expected_s"),
+    [(0, 0, 0.002), (500, 0, 0.502), (0, 1, 0.013), (0, 8, 0.020), (500, 8, 0.520)],
+)
+def test_a_step_is_the_sum_of_its_parts(num_prefill_tokens, num_decodes, expected_s):
+    step_s = MODEL.step_s(num_prefill_tokens=num_prefill_tokens, num_decodes=num_decodes)
+    assert step_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prefill_tokens_per_s", 0.0), ("decode_base_s", -1.0), ("step_overhead_s", float("nan"))],
+)
+def test_values_that_are_no_times_are_rejected(field, value):
+    with pytest.raises(ConfigError, match=field):
+        TimeModel(**{field: value})

@@ -9,11 +9,10 @@ import zmq
 
 from kvplug import Rank, Router, RouterConfig, codec
 from kvplug.errors import TransportError
-from kvplug.sim.block_hashes import Lora
-from kvplug.sim.config import SimConfig
+from kvplug.sim.engine_config import SimConfig, TimeModel
+from kvplug.sim.engine_service import EngineService
 from kvplug.sim.scheduler import SchedulerConfig
-from kvplug.sim.service import EngineService
-from kvplug.sim.timing import TimeModel
+from kvplug.vllm_hashes import Lora
 from tests.waiting import until
 
 FAST = TimeModel(
@@ -311,3 +310,9 @@ async def test_a_fault_in_a_step_ends_the_service_instead_of_hanging_it():
             await service.__aexit__(None, None, None)
         with pytest.raises(aiohttp.ClientError):
             await prefix_query
+
+
+async def test_an_endpoint_at_every_address_is_told_as_one_to_connect_to():
+    async with EngineService(config(events_endpoint="tcp://*:0")) as service:
+        assert service.events_endpoint.startswith("tcp://127.0.0.1:")
+        assert not service.events_endpoint.endswith(":0")

@@ -1,16 +1,21 @@
-"""Events over real sockets: live, and replayed."""
+"""What a simulated engine publishes, over real sockets: live, and replayed."""
+
+import logging
 
 import pytest
 import zmq
 
 from kvplug import codec
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.replay_server import END
+from kvplug.engines.settings import PublisherConfig
 from kvplug.errors import TransportError
 from kvplug.events import BlockRemoved, EventBatch
-from kvplug.sim.publisher import END_OF_REPLAY, EventPublisher
 from kvplug.transports.zmq import message_of
 from tests.waiting import until
 
 LOOPBACK = "tcp://127.0.0.1:0"
+logger = logging.getLogger("tests.sim")
 
 
 def batch(number):
@@ -23,11 +28,23 @@ def context():
         yield context
 
 
+def publisher_at(**options):
+    """As EngineService makes it."""
+    return Publisher(PublisherConfig(**options), 0, codec.encode, logger, must_bind=True)
+
+
 @pytest.fixture
 def publisher():
     options = {"replay_endpoint": LOOPBACK, "topic": "kv@sim@m", "buffer_steps": 5}
-    with EventPublisher(LOOPBACK, **options) as publisher:
-        yield publisher
+    publisher = publisher_at(endpoint=LOOPBACK, **options)
+    yield publisher
+    publisher.shutdown()
+
+
+async def publish(publisher, num_batches):
+    for number in range(num_batches):
+        publisher.publish(batch(number))
+    await until(lambda: publisher.num_sent == num_batches, "all are sent")
 
 
 def number_of(parts):
@@ -45,7 +62,7 @@ def replay(context, endpoint, first):
             empty, *message = dealer.recv_multipart()
             assert empty == b""
             if number_of(message) == -1:
-                assert message == [b"", END_OF_REPLAY, b""]
+                assert message == [b"", END, b""]
                 return messages
             messages.append(message)
 
@@ -66,9 +83,8 @@ async def test_subscribers_get_topic_number_and_batch(context, publisher):
     assert codec.decode(frame.payload) == batch(frame.sequence)
 
 
-def test_replay_starts_where_it_is_asked_to(context, publisher):
-    for number in range(4):
-        publisher.publish(batch(number))
+async def test_replay_starts_where_it_is_asked_to(context, publisher):
+    await publish(publisher, 4)
     messages = replay(context, publisher.replay_endpoint, 2)
     assert [codec.decode(payload) for _, _, payload in messages] == [batch(2), batch(3)]
     assert [(topic, number_of((topic, number))) for topic, number, _ in messages] == [
@@ -78,15 +94,14 @@ def test_replay_starts_where_it_is_asked_to(context, publisher):
     assert replay(context, publisher.replay_endpoint, 4) == []
 
 
-def test_only_the_last_batches_are_kept(context, publisher):
-    for number in range(12):
-        publisher.publish(batch(number))
+async def test_only_the_last_batches_are_kept(context, publisher):
+    await publish(publisher, 12)
     messages = replay(context, publisher.replay_endpoint, 0)
     assert list(map(number_of, messages)) == [7, 8, 9, 10, 11]
 
 
-def test_a_request_that_makes_no_sense_is_read_over(context, publisher, caplog):
-    publisher.publish(batch(0))
+async def test_a_request_that_makes_no_sense_is_read_over(context, publisher, caplog):
+    await publish(publisher, 1)
     with context.socket(zmq.DEALER) as dealer:
         dealer.connect(publisher.replay_endpoint)
         dealer.send_multipart([b"nonsense"])
@@ -100,4 +115,4 @@ def test_a_request_that_makes_no_sense_is_read_over(context, publisher, caplog):
 def test_a_taken_port_is_an_error_that_names_it(publisher, which):
     taken = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, which: publisher.endpoint}
     with pytest.raises(TransportError, match=f"cannot publish events at '{publisher.endpoint}'"):
-        EventPublisher(**taken).__enter__()
+        publisher_at(**taken)

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from kvplug.errors import TokenizerError
-from kvplug.server.chat_template import ChatTemplate, ChatTemplates
+from kvplug.tokenization.chat_template import ChatTemplate, ChatTemplates
 
 VECTORS = Path(__file__).parent / "vectors"
 FAMILIES = ["chatml", "llama", "mistral", "dump", "dump_parts"]

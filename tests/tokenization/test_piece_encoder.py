@@ -11,8 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from kvplug.server import piece_encoder
-from kvplug.server.piece_encoder import PieceEncoder, _cut
+from kvplug.tokenization import piece_encoder
+from kvplug.tokenization.piece_encoder import PieceEncoder, _cut
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
