@@ -37,20 +37,17 @@ from kvplug.events import (
 from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
 from kvplug.index.annotations import BlockAnnotations
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_store import BlockStore
-from kvplug.index.bounds import Bounds
-from kvplug.index.capacity_guard import CapacityGuard
+from kvplug.index.bounds import Bounds, CapacityGuard
 from kvplug.index.cxl import CxlBlocks
 from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
-from kvplug.index.hash_space import HashSpace
-from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.hash_spaces import HashSpace, HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.moe_labels import MoeLabels
-from kvplug.index.overlap import Overlap
-from kvplug.index.prefix_query import PrefixQuery, credits_of
+from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
 from kvplug.index.single_events import SingleEvents
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records

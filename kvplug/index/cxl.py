@@ -26,9 +26,17 @@ from kvplug.errors import IndexCorruptError
 from kvplug.events import CxlMetadata, CxlState, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_store import BlockStore
-from kvplug.index.cxl_states import EVICTED, POOLED, STATES, CxlStates, placement_of, state_of
+from kvplug.index.cxl_states import (
+    EVICTED,
+    POOLED,
+    STATES,
+    CxlStates,
+    Placement,
+    Placements,
+    placement_of,
+    state_of,
+)
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.pools import Placement, Placements
 
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]

@@ -14,10 +14,9 @@ import numpy.typing as npt
 from kvplug.errors import DecodeError
 from kvplug.events import Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.index.capacity_guard import CapacityGuard
+from kvplug.index.bounds import CapacityGuard
 from kvplug.index.expiring import ExpiringBlocks, mark_of
-from kvplug.index.hash_space import HashSpace
-from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.hash_spaces import HashSpace, HashSpaces
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle

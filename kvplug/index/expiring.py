@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
 from kvplug.kernels.expiring import Ring

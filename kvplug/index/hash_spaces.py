@@ -16,12 +16,24 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, SequenceHash
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_store import NO_ENGINE_HASHES, BlockStore
-from kvplug.index.hash_space import HashSpace
+from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.kernels import checking
 
 U64 = npt.NDArray[np.uint64]
+
+_MIN_HASHES = 800
+
+
+class HashSpace:
+    """The ranks and their common table, engine hash -> sequence hash."""
+
+    def __init__(self, version: ArrayVersion, slots: U64 | None = None) -> None:
+        self.ranks: set[Rank] = set()
+        self.table = HashTable(version, slots)
+        self.table.reserve(0 if slots is not None else _MIN_HASHES)
 
 
 class HashSpaces:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, Tier
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.kernels.prefix_lengths import NUM_CLASSES
 
 I64 = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.kernels import holders as kernels
 
 U64 = npt.NDArray[np.uint64]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import MoeLabel
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_store import BlockStore
 from kvplug.index.expiring import mark_of
 from kvplug.index.hash_table import HashTable

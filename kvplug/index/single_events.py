@@ -32,7 +32,7 @@ from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, as_tokens, seed_of
 from kvplug.index.annotations import BlockAnnotations
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_store import BlockSpan
-from kvplug.index.capacity_guard import CapacityGuard
+from kvplug.index.bounds import CapacityGuard
 from kvplug.index.cxl import RankBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers

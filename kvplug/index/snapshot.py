@@ -22,7 +22,7 @@ from kvplug.index import snapshot_file
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
-from kvplug.index.pools import Placement
+from kvplug.index.cxl_states import Placement
 from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -32,7 +32,7 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A placement in a CXL pool (kvplug/index/pools.py), and the holder of copies there."""
+    """A placement in a CXL pool (kvplug/index/cxl_states.py), and the holder of copies there."""
 
     rank: int
     pool_id: int | None

@@ -4,7 +4,7 @@ In:  arrays.   Out: uint64[2 * arrays], where each begins and how long it is; in
 arrays again: `u64_of(words, number)` and its like.
 
 Whoever makes a bundle keeps its arrays, which thereby stay where they are, and makes another one
-when an array is replaced (kvplug/index/array_version.py).
+when an array is replaced (kvplug/index/arrays.py).
 """
 
 from typing import Any

@@ -14,9 +14,8 @@ from kvplug.events import (
     Rank,
     Tier,
 )
-from kvplug.index.cxl_states import CxlStates
+from kvplug.index.cxl_states import MAX_PLACEMENTS, CxlStates, Placement, Placements
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.pools import MAX_PLACEMENTS, Placement, Placements
 from tests.index.four_blocks import apply, hashes_of, index_of, stored
 
 PREFILL, DECODE_1, DECODE_2 = Rank("prefill"), Rank("decode-1"), Rank("decode-2")
