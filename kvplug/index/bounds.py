@@ -1,6 +1,7 @@
-"""Room in an index within its bounds: whether blocks may come, and what has to go for them.
+"""Bounds of an index: how much it may hold, whether blocks may come, and what goes for them.
 
-In:  a number of blocks of a holder.   Out: whether they fit, or an Eviction that makes room.
+In:  limits; blocks of a holder that want to come.   Out: whether they fit, or an Eviction that
+makes room (kvplug/index/evicting.py).
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError
-from kvplug.index.block_store import BlockStore
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.index.evicting import EvictedHashFilter, Eviction, EvictionStats
 from kvplug.index.hash_spaces import HashSpace
-from kvplug.index.sweeping import SpaceArrays
 from kvplug.setting import shown, whole
 
 U64 = npt.NDArray[np.uint64]
@@ -44,11 +44,11 @@ class Bounds:
 
 
 class CapacityGuard:
-    """is_over_bytes, eviction, make; `stats` and `evicted_hashes` say what had to go.
+    """is_over_bytes, eviction, make_room; `stats` and `evicted_hashes` say what had to go.
 
-    `others_nbytes` is the memory of what is not in the block store, with a hash space's table as
-    large as it would be with so many more engine hashes; `hash_spaces` lists them all;
-    `forget_gone` is called when blocks have left the index by an eviction.
+    others_nbytes(hash space, n): bytes of all that is not in the block store, with the table of the
+    hash space as large as n more engine hashes make it. hash_spaces(): the arrays of each one.
+    erase_gone(): called when `make_room` has evicted blocks.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class CapacityGuard:
         bounds: Bounds,
         block_store: BlockStore,
         others_nbytes: Callable[[HashSpace | None, int], int],
-        hash_spaces: Callable[[], Sequence[SpaceArrays]],
-        forget_gone: Callable[[], None],
+        hash_spaces: Callable[[], Sequence[HashSpaceArrays]],
+        erase_gone: Callable[[], None],
     ) -> None:
         self.bounds, self.stats, self.evicted_hashes = bounds, EvictionStats(), EvictedHashFilter()
         self.block_store, self._others_nbytes = block_store, others_nbytes
         self._hash_spaces = hash_spaces
-        self._forget_gone = forget_gone
+        self._erase_gone = erase_gone
         block_store.table.limit = bounds.max_blocks or 0
 
     @property
@@ -90,12 +90,12 @@ class CapacityGuard:
             self.block_store, self._hash_spaces(), num_wanted, self.stats, self.evicted_hashes
         )
 
-    def make(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
+    def make_room(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
         """Evict what is in the way of these blocks, all at once; False if nothing more can go."""
         while self._is_over(hash_space, holder, hashes):
             eviction = self.eviction(len(hashes))
             eviction.finish()
-            self._forget_gone()
+            self._erase_gone()
             if not eviction.num_blocks:
                 return False
         return True

@@ -18,6 +18,7 @@ near its limit (MAX_PLACEMENTS), or goes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from kvplug.errors import IndexCorruptError
 from kvplug.events import CxlState
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.expiring import mark_of
-from kvplug.index.hash_table import HashTable
+from kvplug.index.hash_table import HashTable, require_sound
 from kvplug.index.holder_numbers import HolderNumbers
 
 U64 = npt.NDArray[np.uint64]
@@ -78,8 +79,12 @@ class Placement(NamedTuple):
         return self.pool_id is None and not self.workers
 
 
+PlacementState = tuple[Placement, int | None]
+"""With the holder of the copies there, None if none was asked for."""
+
+
 class Placements:
-    """number_of, placement, holder, numbers_of, free; numbers of all ranks are dense."""
+    """find, add, placement, holder, numbers_of, free; numbers of all ranks are dense."""
 
     def __init__(self, numbers: HolderNumbers) -> None:
         self._numbers = numbers
@@ -95,14 +100,14 @@ class Placements:
         """The holders of copies in pools, of all ranks."""
         return list(self._holder_of.values())
 
-    def state(self) -> list[tuple[Placement, int | None] | None]:
+    def state(self) -> list[PlacementState | None]:
         """Every placement by number, with its holder if it has one."""
         return [
             None if each is None else (each, self._holder_of.get(number))
             for number, each in enumerate(self._placements)
         ]
 
-    def load(self, state: list[tuple[Placement, int | None] | None]) -> None:
+    def load(self, state: Sequence[PlacementState | None]) -> None:
         """Be what other placements were; there are none here yet."""
         self._placements = [None if each is None else each[0] for each in state]
         for number, each in enumerate(state):
@@ -110,6 +115,11 @@ class Placements:
                 self._number_of.setdefault(each[0].rank_number, {})[each[0]] = number
                 if each[1] is not None:
                     self._holder_of[number] = each[1]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those in use, of all ranks."""
+        return [number for number, each in enumerate(self._placements) if each is not None]
 
     def placement(self, number: int) -> Placement:
         """What is behind a number that is in use."""
@@ -181,7 +191,11 @@ class CxlStates:
         return self.table.slots, self._ring
 
     def load(self, slots: U64, ring: U64) -> None:
-        """Be what other states were; their placements are loaded."""
+        """Be what other states were; their placements are loaded.
+
+        slots, ring: uint64[n]. Raises IndexCorruptError if the slots are no table.
+        """
+        require_sound("cxl.table", slots)
         self.table, self._ring = HashTable(ArrayVersion(is_tight=True), slots), ring
         serials = self.table.items()[1] >> _SERIAL_SHIFT
         self._next = 1 + int(serials.max(initial=0))
@@ -231,17 +245,18 @@ class CxlStates:
         return found
 
     def check(self) -> None:
-        """Table and ring agree, and every entry is of a placement in use."""
+        """Table, ring and placements agree; raises IndexCorruptError."""
         self.table.check()
         keys, entries = self.table.items()
-        for number in np.unique(placement_of(entries)):
-            self._placements.placement(int(number))
+        if not np.isin(placement_of(entries), self._placements.numbers).all():
+            raise IndexCorruptError("cxl: an entry is of no placement in use")
         serials = entries >> _SERIAL_SHIFT
         is_retained = state_of(entries) != POOLED
         if serials[~is_retained].any() or is_retained.sum() > self._max_retained:
             raise IndexCorruptError("cxl: a pooled block is in the ring, or the ring is too full")
         keys, serials = keys[is_retained], serials[is_retained]
-        if len(keys) and not np.array_equal(self._ring[serials % np.uint64(len(self._ring))], keys):
+        places = serials % np.uint64(max(1, len(self._ring)))
+        if len(keys) and not (len(self._ring) and np.array_equal(self._ring[places], keys)):
             raise IndexCorruptError("cxl: an entry is not where the ring has it")
 
     def _serials(self, keys: U64) -> U64:

@@ -1,6 +1,7 @@
-"""Which blocks leave an index that is full: tails of runs that were not used for the longest time.
+"""Eviction from an index that is full: tails of the runs that were not used for the longest time.
 
-In:  the block store, how many blocks have to go.   Out: an Eviction, to be advanced like a clear.
+In:  the block store, how many blocks have to go.   Out: an Eviction, advanced in slices like a
+clear; counts of what went, and a filter of its engine hashes.
 
 A run gives up blocks from its end, down to the deepest one that another run follows; a chain is
 given up from its tail and its head stays longest. Runs whose parent nobody knows, left over from
@@ -17,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.index.arrays import ArrayVersion
-from kvplug.index.block_store import BlockStore
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.index.hash_table import HashTable
-from kvplug.index.sweeping import SpaceArrays, Sweep
+from kvplug.index.sweeping import Sweep
 from kvplug.kernels import evicting as kernels
 from kvplug.kernels import runs, sweeping
 
@@ -94,8 +95,8 @@ class Eviction(Sweep):
     """`num_blocks` blocks leave by the time it is done; 0 if nothing can."""
 
     def __init__(
-        self, block_store: BlockStore, hash_spaces: Sequence[SpaceArrays], num_wanted: int, lost:
-        EvictionStats, evicted: EvictedHashFilter,
+        self, block_store: BlockStore, hash_spaces: Sequence[HashSpaceArrays], num_wanted: int,
+        lost: EvictionStats, evicted: EvictedHashFilter,
     ) -> None:  # fmt: skip
         super().__init__(block_store)
         self._hash_spaces, self._gone = hash_spaces, HashTable(ArrayVersion(is_tight=True))

@@ -120,6 +120,20 @@ class HashTable:
         return max(int(self.capacity * _GROWTH), _least_capacity(needed))
 
 
+def require_sound(name: str, slots: U64) -> None:
+    """Raises IndexCorruptError if slots from a file are no table: kernels would leave them."""
+    if (
+        slots.dtype != np.uint64
+        or len(slots) < 4
+        or len(slots) % 2
+        or (slots[-2] >= len(slots) // 2 - 1)
+    ):
+        raise IndexCorruptError(f"{name} is no table")
+    num_filled = np.count_nonzero(slots[1:-2:2])
+    if num_filled != slots[-2]:
+        raise IndexCorruptError(f"{name} has {num_filled} entries and says {slots[-2]}")
+
+
 def _most_entries(capacity: int) -> int:
     """As kernels/table.py has it."""
     return (2 if capacity < kernels.LARGE else 4) * capacity // 5 - 1

@@ -1,6 +1,6 @@
-"""Asking the block store what each rank holds of a request: one call of a kernel.
+"""What each rank holds of a request: the query and its answer, in one call of a kernel.
 
-In:  sequence hashes.   Out: Overlap.
+In:  sequence hashes, and who is behind the holders of a block store.   Out: Overlap, by rank.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def one_rank_per_holder(num_ranks: int) -> I64:
 
 
 def credits_of(classes: list[float], confidence: F64) -> F64:
-    """What a block is worth by the classes that a rank has it in, and the worth of each rank.
-
-    float64[NUM_MASKS + ranks]: a block counts by its best class.
+    """float64[NUM_MASKS + ranks]: what a block is worth by the classes of memory that a rank has it
+    in, as a mask, and then `confidence`, float64[ranks]. A block counts by its best class.
     """
     best = [
         max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
@@ -42,7 +41,7 @@ def credits_of(classes: list[float], confidence: F64) -> F64:
 
 
 class Overlap:
-    """By rank number; all counts are of leading blocks without a gap.
+    """By rank number; all counts are of leading blocks without a gap. Rows are made when asked for.
 
     depth: int64[ranks], held in any class of memory, or expected to be in a moment;
     credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
@@ -104,10 +103,10 @@ class Overlap:
 
 
 class PrefixQuery:
-    """overlap, overlap_many.
+    """overlap, overlap_many of the index as it was at `seen_version`; made anew when that changes.
 
-    Made anew when who is behind a holder has changed (owner, readers, credits:
-    kernels/prefix_lengths.py, Holders); arrays that grow are noticed.
+    owner, readers, credits: who is behind each holder (kernels/prefix_lengths.py, Holders);
+    expected: ExpiringBlocks.query_arrays.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class PrefixQuery:
         )  # fmt: skip
 
     def new_rows(self) -> I64:
-        """Room for an answer of matching.overlap."""
+        """int64[NUM_ROWS * ranks], not filled yet: for an answer of matching.overlap."""
         return np.empty(self._size, dtype=_COUNT)
 
     def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:
