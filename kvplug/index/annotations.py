@@ -58,6 +58,7 @@ class Annotations:
             names = [kind.name for kind in kinds]
             raise ConfigError(f"annotations of an index must have different names, got {names}")
         self._all = tuple(self._by_name.values())
+        self._concerns = tuple(each.concerns for each in self._all)
         self._of_event = {each.event_type: each for each in self._all if each.event_type}
         self._look()
 
@@ -77,7 +78,10 @@ class Annotations:
 
     def concern(self, event: Stored) -> bool:
         """Whether any of them has something to do with a stored event."""
-        return any([each.concerns(event) for each in self._all])  # noqa: C419 - three times as fast
+        for concerns in self._concerns:  # noqa: SIM110 - any() takes a microsecond more per event
+            if concerns(event):
+                return True
+        return False
 
     def on_stored(self, blocks: EventBlocks, event: Stored, applied: ApplyResult) -> None:
         """The rank has one more copy of each block."""
@@ -153,4 +157,7 @@ class Annotations:
 
     def _look(self) -> None:
         # Asked here and not for each event: the kernels' way in has one attribute to look at.
-        self.need_all_events = any([each.needs_all_events for each in self._all])  # noqa: C419
+        self.need_all_events = False
+        for each in self._all:
+            if each.needs_all_events:
+                self.need_all_events = True

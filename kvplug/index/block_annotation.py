@@ -66,7 +66,9 @@ class EventBlocks(NamedTuple):
 
     def only(self, chosen: Mask) -> EventBlocks:
         """Those where chosen, bool[n], is true."""
-        return self._replace(engine_hashes=self.engine_hashes[chosen], hashes=self.hashes[chosen])
+        return EventBlocks(
+            self.rank_number, self.engine_hashes[chosen], self.hashes[chosen], self.hash_space
+        )
 
 
 class AnnotationState(NamedTuple):

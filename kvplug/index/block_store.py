@@ -40,18 +40,14 @@ ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
 """Names of BlockStore.arrays."""
 
 
-class HashSpaceArrays(NamedTuple):
-    """What kernels need of a hash space (kvplug/index/hash_spaces.py).
+HashSpaceArrays = tuple[U64, U64]
+"""What kernels need of a hash space (kvplug/index/hash_spaces.py).
 
-    slots: of its table, engine hash -> sequence hash; members: uint64[words], its holders as bits,
-    or NO_ENGINE_HASHES for every holder there is.
-    """
+slots: of its table, engine hash -> sequence hash; members: uint64[words], its holders as bits, or
+NO_ENGINE_HASHES for every holder there is.
+"""
 
-    slots: U64
-    members: U64
-
-
-NO_HASH_SPACE = HashSpaceArrays(NO_ENGINE_HASHES, NO_ENGINE_HASHES)
+NO_HASH_SPACE: HashSpaceArrays = NO_ENGINE_HASHES, NO_ENGINE_HASHES
 
 
 class BlockSpan(NamedTuple):

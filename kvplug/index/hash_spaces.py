@@ -111,7 +111,7 @@ class HashSpaces:
 
     def arrays_of(self, hash_space: HashSpace) -> HashSpaceArrays:
         """Its arrays as they are now; they are replaced as the table or the fleet grows."""
-        return HashSpaceArrays(hash_space.table.slots, self.members_of(hash_space))
+        return hash_space.table.slots, self.members_of(hash_space)
 
     def hash_of(self, rank: Rank, engine_hash: int | None) -> SequenceHash | None:
         """The sequence hash of what the rank calls by an engine hash, None if it is unknown."""

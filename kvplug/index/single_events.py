@@ -125,7 +125,11 @@ class SingleEvents:
         hash_space.table.reserve(num_blocks)
         arrays = self._hash_spaces.arrays_of(hash_space)
         if self._block_store.store(holder, span, arrays) is not None:
-            self._count_stored(rank, event, span, applied)
+            self._speculative.confirm(number, span.hashes)
+            applied.num_stored += num_blocks
+            if self._annotations.concern(event):
+                blocks = self._blocks(rank, span.engine_hashes, span.hashes)
+                self._annotations.on_stored(blocks, event, applied)
         elif len(hash_space.ranks) > 1 and len(np.unique(span.engine_hashes)) == num_blocks:
             # Its engine hashes are not the others': another algorithm, another seed.
             self._hash_spaces.part(rank)
@@ -133,15 +137,6 @@ class SingleEvents:
         else:
             applied.reject(RejectReason.CONFLICTING_HASH, num_blocks)
         return None
-
-    def _count_stored(
-        self, rank: Rank, event: BlockStored | PackedStored, span: BlockSpan, applied: ApplyResult
-    ) -> None:
-        self._speculative.confirm(self._numbers.number_of(rank), span.hashes)
-        applied.num_stored += len(span.hashes)
-        if self._annotations.concern(event):
-            blocks = self._blocks(rank, span.engine_hashes, span.hashes)
-            self._annotations.on_stored(blocks, event, applied)
 
     def _copy(self, rank: Rank, event: BlockCopied, applied: ApplyResult) -> None:
         """An engine hash stands for one content, known if a rank of the hash space holds it."""
@@ -169,7 +164,8 @@ class SingleEvents:
         applied.num_removed += num_had
         applied.reject(RejectReason.UNKNOWN_BLOCK, len(engine_hashes) - num_had)
         if hashes is not None:
-            blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
+            is_known = hashes != 0
+            blocks = self._blocks(rank, engine_hashes[is_known], hashes[is_known])
             self._annotations.on_removed(blocks)
 
     def _why_unknown(self, parent: int) -> RejectReason:
