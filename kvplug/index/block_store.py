@@ -1,6 +1,6 @@
-"""The relation block x holder, in arrays.
+"""Which holder has which block, in flat arrays that kernels read and change.
 
-In:  sequence hashes and a holder number.   Out: who holds which leading blocks of a request.
+In:  sequence hashes and a holder number.   Out: the arrays changed; what a holder has.
 
     table    sequence hash -> place: the run of the block, and its depth     kernels/table.py
     runs     blocks in a row with one set of holders: the set, the namespace  kernels/runs.py
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
@@ -41,6 +41,16 @@ ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
 """Names of BlockStore.arrays."""
 
 
+HashSpaceArrays = tuple[U64, U64]
+"""What kernels need of a hash space (kvplug/index/hash_spaces.py).
+
+slots: of its table, engine hash -> sequence hash; members: uint64[words], its holders as bits, or
+NO_ENGINE_HASHES for every holder there is.
+"""
+
+NO_HASH_SPACE: HashSpaceArrays = NO_ENGINE_HASHES, NO_ENGINE_HASHES
+
+
 class BlockSpan(NamedTuple):
     """Consecutive blocks of a sequence.
 
@@ -55,7 +65,10 @@ class BlockSpan(NamedTuple):
 
 
 class BlockStore:
-    """store, copy, drop; arrays only. Kernels change them, too."""
+    """store, copy, drop. It is arrays only, which kernels change, too.
+
+    `version` counts when one of the arrays has become another one.
+    """
 
     def __init__(self, version: ArrayVersion | None = None) -> None:
         self.version = version or ArrayVersion()
@@ -73,7 +86,7 @@ class BlockStore:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All arrays, as kernels/residency.py names them."""
+        """All arrays, in the order of ARRAYS and of kernels/residency.py."""
         bits, meta, intern, header = self.sets.arrays
         return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
 
@@ -86,7 +99,7 @@ class BlockStore:
         return self._bundle.words
 
     def load(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Be what other the block store were whose arrays these are; they stay in use."""
+        """Be what another block store was; its arrays stay in use."""
         table, copies, words, *sets = arrays
         limit = self.table.limit
         self.table, self.copies = HashTable(self.version, table), HashTable(self.version, copies)
@@ -124,7 +137,7 @@ class BlockStore:
             self.version.count += 1
 
     def reserve_runs(self, holder: int, num_blocks: int) -> None:
-        """Make room for so many blocks that leave the holder, for runs of their own maybe."""
+        """Make room for so many blocks that leave the holder: runs may fall to pieces."""
         num_moved = min(num_blocks, len(self.table))
         self.runs.reserve(num_moved)
         self.sets.reserve(holder, num_moved)
@@ -133,11 +146,11 @@ class BlockStore:
         self,
         holder: int,
         span: BlockSpan,
-        hash_space: tuple[U64, U64] = (NO_ENGINE_HASHES, NO_ENGINE_HASHES),
+        hash_space: HashSpaceArrays = NO_HASH_SPACE,
     ) -> int | None:
         """The holder has one more copy of consecutive blocks.
 
-        `hash space`: slots and members of the table of their engine hashes, if they have any.
+        `hash_space` is that of their engine hashes, if they have any.
         Returns how many blocks the holder did not have before; None, and nothing done, if engine
         hashes and contents do not go together.
         """
@@ -149,17 +162,17 @@ class BlockStore:
         return None if num_new == membership.CONFLICT else int(num_new)
 
     def copy(self, holder: int, sequence_hashes: U64) -> int:
-        """As `store`, for blocks that somebody has; returns how many the holder did not have."""
+        """As `store`, for blocks that some holder has; returns how many this one did not have."""
         self.reserve(holder, len(sequence_hashes))
         return int(membership.copy_blocks(holder, sequence_hashes, self.bundle))
 
     def drop(self, holder: int, sequence_hashes: U64) -> int:
-        """The holder has one copy less of each block; returns how many it has no more."""
+        """The holder has one copy less of each block; returns how many it has no more copy of."""
         self.reserve_runs(holder, len(sequence_hashes))
         return int(membership.drop_hashes(holder, sequence_hashes, self.bundle))
 
     def drop_engine_hashes(
-        self, holder: int, engine_hashes: U64, hash_space: tuple[U64, U64]
+        self, holder: int, engine_hashes: U64, hash_space: HashSpaceArrays
     ) -> int:
         """As `drop`, by engine hashes; returns how many the holder had."""
         self.reserve_runs(holder, len(engine_hashes))
@@ -191,7 +204,7 @@ class BlockStore:
             self.copies.slots, self.table.slots, self.runs.words, self.sets.bits, self.sets.words
         )
         if num_copied != len(self.copies):
-            raise IndexCorruptError("the block store: copies of a block that the holder has not")
+            raise IndexCorruptError("block store: copies of a block that its holder does not have")
 
     def _check_runs(self) -> None:
         live = self.runs.is_live
@@ -210,7 +223,7 @@ class BlockStore:
     def _check_num_held(self, set_of_run: I64) -> None:
         num_blocks = self.runs.num_blocks[self.runs.is_live]
         if not np.array_equal(self.sets.num_held, self.sets.sum_by_holder(set_of_run, num_blocks)):
-            raise IndexCorruptError("the block store: a holder counts other blocks than it has")
+            raise IndexCorruptError("block store: a holder counts other blocks than it has")
 
     def _check_links(self) -> None:
         live, above, below = self.runs.is_live, self.runs.above, self.runs.below

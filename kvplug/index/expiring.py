@@ -1,4 +1,4 @@
-"""Blocks that a rank is taken to hold for a while, by what it was sent and not by what it said.
+"""Blocks that a rank is taken to hold for a while, because of what it was sent, not what it said.
 
 In:  a rank number and sequence hashes, at a time in seconds.   Out: longer prefixes per rank.
 
@@ -11,7 +11,8 @@ One class for two uses, with the time to live of each:
                  there, and is renewed with each request that has it.
 
 Entries expire in the order in which they were inserted or renewed. An overdue one never counts;
-its memory comes back bit by bit, as requests end and with later insertions.
+its memory comes back bit by bit, as requests end and with later insertions. They are no annotation
+of blocks: kvplug/index/block_annotation.py says why.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
 from kvplug.kernels.bundle import Bundle

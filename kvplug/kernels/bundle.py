@@ -5,7 +5,7 @@ again: `u64_of(words, 3)` is the fourth, of which the kernel knows that it is on
 
 Numba takes 45 ns to unbox an array, and an index has a dozen. Whoever makes a bundle keeps it, for
 it keeps its arrays alive, and makes a new one when an array is replaced
-(kvplug/index/array_version.py). A bundle may contain another one: `u64_of` gives its words.
+(kvplug/index/arrays.py). A bundle may contain another one: `u64_of` gives its words.
 """
 
 from __future__ import annotations

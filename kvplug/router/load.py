@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import active_blocks, costing, forecast
 from kvplug.router.cache_forecast import CacheForecast
