@@ -47,8 +47,8 @@ SCORE, ACCOUNT, BOTH = 1, 2, 3
 # Out, float64, of each request.
 (
     RANK, COST, DEPTH, OWN, PREFILL_TOKENS, PREFILL, COMING, NEW_TOKENS, CACHED_TOKENS,
-    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, NUM_OUT,
-) = range(15)  # fmt: skip
+    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, RESIDENT, NUM_OUT,
+) = range(16)  # fmt: skip
 
 # A prompt counts as on its way for its time in the queue, but a prediction may be wrong.
 _LONGEST_QUEUE_S = 30.0
@@ -211,6 +211,7 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     out[IS_BUSY] = np.float64(
         of(ranks, rank, costing.NUM_RUNNING) > of(ranks, rank, costing.NUM_WAITING)
     )
+    out[RESIDENT] = anywhere
 
 
 @inlined

@@ -15,10 +15,11 @@ from functools import partial
 
 import aiohttp
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
+from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import Served, model_of, served_by
 from kvplug.server.upstream import is_local_shortage
@@ -60,10 +61,10 @@ class Fleet:
     """start, stop; candidates, models, mark_down."""
 
     def __init__(
-        self, config: ServerConfig, router: AuditedRouter, session: aiohttp.ClientSession
+        self, config: ServerConfig, router: Router, audit: Audit, session: aiohttp.ClientSession
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
-        self._config, self._router, self._session = config, router, session
+        self._config, self._router, self._audit, self._session = config, router, audit, session
         self._events = EventThread()
         self._events_endpoint: str | None = None
         self._watching: list[asyncio.Task[None]] = []
@@ -163,7 +164,7 @@ class Fleet:
     def _follower_of(self, worker: Worker) -> Follower:
         rank = Rank(worker.url)
         # While some of its events are missing, its blocks are worth what the audit measures.
-        stale_confidence = partial(self._router.accuracy, rank)
+        stale_confidence = partial(self._audit.accuracy, rank)
         return Follower(self._router, rank, stale_confidence=stale_confidence)
 
     async def _watch(self, worker: Worker) -> None:

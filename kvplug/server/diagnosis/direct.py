@@ -12,7 +12,8 @@ import contextlib
 
 import aiohttp
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
+from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding
@@ -25,10 +26,10 @@ _POLL_S = 0.02
 
 async def ask_directly(config: ServerConfig, session: aiohttp.ClientSession) -> list[Finding]:
     """Connect to all workers and their events, ask, and leave again."""
-    router = AuditedRouter(config.router)
-    fleet = Fleet(config, router, session)
+    audit = Audit(Router(config.router))
+    fleet = Fleet(config, audit.router, audit, session)
     diagnosis = Diagnosis(
-        config, fleet, router, Prompts(config.tokenizer), session, connect_grace_s=0.0
+        config, fleet, audit, Prompts(config.tokenizer), session, connect_grace_s=0.0
     )
     try:
         await fleet.start()
