@@ -81,7 +81,9 @@ class Proxy:
         tried: set[str] = set()
         lost: set[str] = set()
         while len(lost) < _MAX_WORKERS_LOST:
-            workers = self._fleet.candidates(forward.model) - tried
+            workers = self._fleet.candidates(forward.model)
+            if tried:
+                workers -= tried
             if lost and not workers:
                 break
             exchange = _Exchange(self._route(forward, workers))
@@ -105,7 +107,7 @@ class Proxy:
         else:
             self._fleet.mark_down(url, str(error))
 
-    def _route(self, forward: Forward, workers: set[str]) -> Decision:
+    def _route(self, forward: Forward, workers: frozenset[str]) -> Decision:
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
             decision = self._router.route(
