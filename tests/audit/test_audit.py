@@ -396,7 +396,7 @@ def test_requests_are_expected_however_they_are_routed(router, audit, clock, way
     assert all(each.num_tokens == len(PROMPT) for each in expected)
 
 
-def test_tokens_are_hashed_once(router, audit, monkeypatch):
+def test_the_hashes_are_those_of_the_decision(router, audit):
     request = router.load.request(expect(router))
     [expectation] = audit._expected.values()
     assert expectation.sequence_hashes is request.sequence_hashes
@@ -474,14 +474,23 @@ def test_what_is_known_of_other_workers_stays(router, audit):
     assert [list(each) for each in state_of(audit)] == before
 
 
-def test_a_worker_that_returns_begins_with_an_empty_ledger(router, audit, clock):
+def test_a_worker_that_returns_begins_with_an_empty_ledger(router, audit):
     with_all_kinds_of_state(router, audit)
     router.remove_worker("a")
     router.add_worker("a")
     assert audit.ledgers() == {}
-    # Its clock is another one: 2000 s ahead instead of 1000, and no message is late by 1000 s.
+
+
+@pytest.mark.parametrize("how", ["cleared", "removed and added"])
+def test_an_engine_that_returns_may_have_another_clock(router, audit, clock, how):
+    with_all_kinds_of_state(router, audit)
+    if how == "cleared":
+        router.clear(RANK)
+    else:
+        router.remove_worker("a")
+        router.add_worker("a")
     clock.now_s = 10.0
-    say(router, stored(PROMPT), ts=2010.0)
+    say(router, stored(PROMPT), ts=510.0)  # 500 s ahead instead of 1000, not 500 s late
     assert audit._times.heard_until(RANK) == 10.0
 
 
