@@ -48,8 +48,9 @@ SCORE, ACCOUNT, BOTH = 1, 2, 3
 (
     NUM_TOKENS, NOW_S, MAX_ANSWER_TOKENS,
     RANK, COST, DEPTH, OWN, PREFILL_TOKENS, PREFILL, COMING, NEW_TOKENS, CACHED_TOKENS,
-    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, REQUEST_WIDTH,
-) = range(18)  # fmt: skip
+    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, RESIDENT,
+    REQUEST_WIDTH,
+) = range(19)  # fmt: skip
 
 # A prompt counts as on its way for its time in the queue, but a prediction may be wrong.
 _LONGEST_QUEUE_S = 30.0
@@ -212,6 +213,7 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     out[IS_BUSY] = np.float64(
         of(ranks, rank, costing.NUM_RUNNING) > of(ranks, rank, costing.NUM_WAITING)
     )
+    out[RESIDENT] = anywhere
 
 
 @inlined

@@ -10,5 +10,6 @@ cache_forecast    what the caches will hold once the routed requests are served
 cache_sizes       how many blocks each rank holds and has room for
 engine_model      how long an engine takes, and how that is fitted
 engine_speeds     the fitted model of each rank
+observer          what a Router reports of decisions and events
 query_first_lock  queries go before ingestion
 """

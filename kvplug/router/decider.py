@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -83,7 +83,10 @@ class _Requests(msgspec.Struct, gc=False):
 
 
 class Decider:
-    """candidates, then decide or decide_many; fleet_changed. Not thread-safe."""
+    """candidates, then decide or decide_many; fleet_changed. Not thread-safe.
+
+    `on_decision` is called with each decision and its request as soon as they are made.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class Decider:
         self._arrays: dict[IndexGroup, GroupArrays] = {}
         self._row: F64 = np.zeros(routing.REQUEST_WIDTH)
         self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
+        self.on_decision: Callable[[Decision, ActiveRequest], None] = _unobserved
 
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
@@ -258,7 +262,7 @@ class Decider:
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
         presumed_s = None if answer.reports_first_token else now_s + own_ms / 1e3
         self._load.start(request_id, request, presumed_s)
-        return Decision(
+        decision = Decision(
             request_id=request_id,
             rank=self._fleet_index.numbers.rank(number),
             overlap_blocks=depth,
@@ -268,6 +272,8 @@ class Decider:
             block_size=group.block_size,
             predicted_ttft_ms=own_ms,
         )
+        self.on_decision(decision, request)
+        return decision
 
     def _arrays_of(self, group: IndexGroup) -> GroupArrays:
         arrays = self._arrays.get(group)
@@ -278,3 +284,7 @@ class Decider:
 
     def _new_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
+
+
+def _unobserved(decision: Decision, request: ActiveRequest) -> None:
+    pass

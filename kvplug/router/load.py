@@ -32,7 +32,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """A request in flight on a rank, with what was expected of it as it was routed: its prefill
     (tokens by residency alone; milliseconds, blocks that come to the rank, and tokens computed and
     cached, by the forecast; tokens loaded from each tier), tokens to be computed before its own,
-    whether others were decoding. From `prefill_tokens` on as kernels/routing.py has it.
+    whether others were decoding, leading blocks that the rank's events said it has (in any tier,
+    expected ones aside). From `prefill_tokens` on as kernels/routing.py has it.
     """
 
     rank_number: int
@@ -49,6 +50,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     pool_tokens: float = 0.0
     ahead_tokens: float = 0.0
     is_busy: float = 0.0
+    resident_blocks: float = 0.0
     is_prefilled: bool = False
     first_token_s: float | None = None
     prefilled_before: float = 0.0

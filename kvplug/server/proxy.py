@@ -19,10 +19,11 @@ import numpy as np
 from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_event
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
 from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
+from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
 from kvplug.server.upstream import LostError, Upstream, passed_on, translated
@@ -73,9 +74,9 @@ class WorkerCounts:
 class Proxy:
     """forward a request; `counts` by worker URL."""
 
-    def __init__(self, router: AuditedRouter, fleet: Fleet, upstream: Upstream) -> None:
+    def __init__(self, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream) -> None:
         self.counts = {url: WorkerCounts() for url in fleet.workers}
-        self._router, self._fleet, self._upstream = router, fleet, upstream
+        self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
         self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
@@ -83,7 +84,9 @@ class Proxy:
         tried: set[str] = set()
         lost: set[str] = set()
         while len(lost) < _MAX_WORKERS_LOST:
-            workers = self._fleet.candidates(forward.model) - tried
+            workers = self._fleet.candidates(forward.model)
+            if tried:
+                workers -= tried
             if lost and not workers:
                 break
             exchange = _Exchange(self._route(forward, workers))
@@ -117,34 +120,27 @@ class Proxy:
         else:
             self._fleet.mark_down(url, str(error))
 
-    def _route(self, forward: Forward, workers: set[str]) -> Decision:
+    def _route(self, forward: Forward, workers: frozenset[str]) -> Decision:
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
-            with self._router.deciding():
-                decision = self._router.route(
-                    tokens,
-                    namespace=forward.namespace,
-                    workers=workers,
-                    max_tokens=forward.max_tokens,
-                    reports_first_token=forward.streams,
-                )
-                self._expect(decision, forward)
+            decision = self._router.route(
+                tokens,
+                namespace=forward.namespace,
+                workers=workers,
+                max_tokens=forward.max_tokens,
+                reports_first_token=forward.streams,
+            )
         except NoWorkerError as error:
             message = f"no worker that serves model {forward.model!r} can be reached now"
             raise ApiError(503, message, code="no_worker") from error
+        reason = "no_token_ids" if forward.tokens is None else forward.unauditable
+        if reason is not None:
+            self._audit.exclude(decision, reason)
         counts = self.counts[decision.rank.worker]
         counts.num_requests += 1
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
         return decision
-
-    def _expect(self, decision: Decision, forward: Forward) -> None:
-        if forward.tokens is None:
-            self._router.skip(decision.rank, "no_token_ids")
-        elif forward.unauditable is not None:
-            self._router.skip(decision.rank, forward.unauditable)
-        else:
-            self._router.expect(decision)
 
     async def _exchange(
         self, request: web.Request, forward: Forward, exchange: _Exchange
@@ -158,7 +154,7 @@ class Proxy:
             if answer.ok:
                 usage = usage_of(body)
                 exchange.num_tokens = None if usage is None else usage.completion_tokens
-                self._router.answered(decision.request_id, usage)
+                self._audit.answered(decision.request_id, usage)
             headers = passed_on(answer.headers)
             return web.Response(body=body, status=answer.status, headers=headers)
 
@@ -182,7 +178,7 @@ class Proxy:
             await response.write_eof(events.take_begun())
             if upstream.ok and upstream.content.exception() is None:
                 exchange.num_tokens = stream.num_tokens
-                self._router.answered(decision.request_id, stream.usage())
+                self._audit.answered(decision.request_id, stream.usage())
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
@@ -210,7 +206,7 @@ class Proxy:
         request_id = exchange.decision.request_id
         if exchange.renewal is not None:
             exchange.renewal.cancel()
-        self._router.abandon(request_id, "no_whole_answer")
+        self._audit.abandon(request_id, "no_whole_answer")
         try:
             self._router.finish(request_id, exchange.num_tokens)
         except UnknownRequestError:

@@ -226,8 +226,10 @@ def route_and_compare(router, reference, tokens, max_tokens, now_ms):
     hashes = router.index.hasher.sequence_hashes(np.array(tokens, dtype=np.uint32))
     traffic, reference.before = traffic_of(router), reference.ranks
     costs, found = reference.costs(tokens, hashes, traffic, now_ms, max_tokens)
+    resident = router.index.overlap(hashes).held.tolist()
     decision = router.route(tokens, max_tokens=max_tokens)
     number = WORKERS.index(decision.rank.worker)
+    assert router.load.request(decision.request_id).resident_blocks == resident[number]
     assert decision.cost == pytest.approx(costs[number], rel=1e-9, abs=1e-9)
     assert costs[number] <= min(costs) * (1 + 1e-9) + 1e-9
     reference.routed(number, hashes, found, traffic, max_tokens)

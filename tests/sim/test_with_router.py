@@ -69,7 +69,7 @@ async def test_the_audit_finds_no_mistakes_under_evictions():
                 await reply.read()
 
         await asyncio.gather(*(ask(number) for number in range(400)))
-        ledgers = router.router.ledgers
+        ledgers = router.audit.ledgers
 
         def num_audited():
             return sum(ledger.num_audited for ledger in ledgers().values())

@@ -1,6 +1,7 @@
 """Diagnosis: keeps looking at the fleet and knows what is wrong with it now.
 
-In:  fleet, router, prompts.   Out: findings; a line in the log when one begins or ends.
+In:  fleet, prompts, an audit and its router.   Out: findings; a line in the log when one begins or
+ends.
 
 Engines are asked what they say of themselves when they come up, and every minute from then on.
 The router is told how many blocks they have room for.
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 import aiohttp
 
+from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
-from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import UNCONFIRMED, Trust
@@ -50,7 +51,7 @@ class Diagnosis:
         self,
         config: ServerConfig,
         fleet: Fleet,
-        router: AuditedRouter,
+        audit: Audit,
         prompts: Prompts,
         session: aiohttp.ClientSession,
         *,
@@ -58,7 +59,8 @@ class Diagnosis:
     ) -> None:
         """`connect_grace_s`: how long an event stream may be away before that is a finding."""
         self.seen: set[tuple[str, Code]] = set()
-        self._config, self._fleet, self._router, self._prompts = config, fleet, router, prompts
+        self._config, self._fleet, self._prompts = config, fleet, prompts
+        self._audit, self._router = audit, audit.router
         self._prober = Prober(session, config.connect_timeout_s)
         self._connect_grace_s = connect_grace_s
         self._asked: dict[str, _Asked] = {}
@@ -133,7 +135,7 @@ class Diagnosis:
         return None
 
     def _views(self) -> list[WorkerView]:
-        ledgers, alone = self._router.ledgers(), self._hashes_alone()
+        ledgers, alone = self._audit.ledgers(), self._hashes_alone()
         return [
             self._view(worker, ledgers.get(Rank(worker.url)), is_alone=worker.url in alone)
             for worker in self._fleet.workers.values()

@@ -20,9 +20,10 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
+from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding, table_of
@@ -84,10 +85,10 @@ async def _ask_router(url: str) -> list[Finding]:
 
 async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> list[Finding]:
     """Connect to all workers and their events, ask, and leave again."""
-    router = AuditedRouter(config.router)
-    fleet = Fleet(config, router, session)
+    audit = Audit(Router(config.router))
+    fleet = Fleet(config, audit.router, audit, session)
     diagnosis = Diagnosis(
-        config, fleet, router, Prompts(config.tokenizer), session, connect_grace_s=0.0
+        config, fleet, audit, Prompts(config.tokenizer), session, connect_grace_s=0.0
     )
     try:
         await fleet.start()

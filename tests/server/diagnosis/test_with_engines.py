@@ -57,8 +57,8 @@ def codes(service):
 async def test_a_sound_engine_has_no_findings():
     async with routing(REPLAYING, replays=True) as (service, client):
         await ask_all(client)
-        [rank] = service.router.ledgers()
-        ledgers = service.router.ledgers
+        [rank] = service.audit.ledgers()
+        ledgers = service.audit.ledgers
         await until(lambda: len(ledgers()[rank].was_stored) == len(PROMPTS), "all are settled")
         assert all(ledgers()[rank].was_stored)
         assert codes(service) == set()
@@ -108,8 +108,8 @@ async def test_a_router_that_comes_late_does_not_know_all():
         await until(lambda: Code.EVENTS_INCOMPLETE in codes(service), "the gap is found")
         [found] = [f for f in service.diagnosis.look() if f.code is Code.EVENTS_INCOMPLETE]
         assert found.fix
-        [rank] = service.router.ledgers()
-        assert 0.5 <= service.router.accuracy(rank) <= 1
+        [rank] = service.audit.ledgers()
+        assert 0.5 <= service.audit.accuracy(rank) <= 1
 
 
 @pytest.mark.parametrize("is_other", [False, True])
