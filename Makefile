@@ -9,6 +9,9 @@ SECONDS ?= 60
 TRACES ?= ../shared/traces
 ONLY ?=
 
+# Dozens of processes of the tests import the same modules: without bytecode each compiles them anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

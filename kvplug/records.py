@@ -27,6 +27,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.kernels import wire as kernels
+from kvplug.kernels.bundle import Bundle
 from kvplug.kernels.msgpack import PADDING
 
 I64 = npt.NDArray[np.int64]
@@ -45,14 +46,16 @@ _DOUBLE = b"\xcb"
 class Records:
     """Events in order; arrays as described in kernels/wire.py, good until the next run is read.
 
-    num_events, num_payloads: how many; dp_rank: the data-parallel rank of all, None if not named;
-    ts: the engine's time of the first payload in seconds, 0 if it names none.
+    bundle: the four arrays, for a kernel; num_events, num_payloads: how many; dp_rank: the
+    data-parallel rank of all, None if not named; ts: the engine's time of the first payload in
+    seconds, 0 if it names none.
     """
 
     records: I64
     parents: U64
     engine_hashes: U64
     tokens: U32
+    bundle: Bundle
     num_events: int
     num_payloads: int
     dp_rank: int | None
@@ -117,19 +120,16 @@ class _Scratch(threading.local):
         data = np.frombuffer(b"".join((*payloads, _PADDING)), dtype=np.uint8)
         if len(data) > len(self._tokens):
             self._reserve(2 * len(data))
-        num_payloads = int(
-            kernels.read_payloads(
-                data, ends, self._records, self._parents, self._names, self._tokens, self._counts
-            )
-        )
+        num_payloads = int(kernels.read_payloads(data, ends, self._bundle.words, self._counts))
         if not num_payloads:
             return None
         num_events, _, _, dp_rank = self._counts.tolist()
         return Records(
             self._records,
             self._parents,
-            self._names,
+            self._engine_hashes,
             self._tokens,
+            self._bundle,
             num_events,
             num_payloads,
             None if dp_rank < 0 else dp_rank,
@@ -140,8 +140,9 @@ class _Scratch(threading.local):
         num_events = num_bytes // _MIN_EVENT_BYTES + 1
         self._records: I64 = np.empty(kernels.RECORD_WIDTH * num_events, dtype=np.int64)
         self._parents: U64 = np.empty(num_events, dtype=np.uint64)
-        self._names: U64 = np.empty(num_bytes, dtype=np.uint64)
+        self._engine_hashes: U64 = np.empty(num_bytes, dtype=np.uint64)
         self._tokens: U32 = np.empty(num_bytes, dtype=np.uint32)
+        self._bundle = Bundle(self._records, self._parents, self._engine_hashes, self._tokens)
 
 
 def _time_of(payload: bytes) -> float:

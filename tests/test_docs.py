@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvplug.codec import Reason
-from kvplug.engines.publisher import PublisherConfig
+from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse

@@ -13,7 +13,7 @@ from kvplug.events import Namespace
 from kvplug.hash_schemes import SCHEME_NAMES, cbor, scheme_named
 from kvplug.hash_schemes.vllm import ALGORITHMS
 from kvplug.hashing import BlockHasher, as_tokens, seed_of
-from kvplug.sim import block_hashes
+from kvplug.vllm_hashes import Lora, PrefixHasher
 from tests.kernels import references
 
 HASHES = Path(__file__).with_name("vectors") / "hashes"
@@ -278,7 +278,7 @@ def test_a_hash_seed_may_be_a_number():
 
 def test_the_simulated_engine_hashes_as_vllms_default():
     digests, tokens = [], list(range(12))
-    block_hashes.BlockHasher(4, block_hashes.Lora("a", "/a"), "salt").extend(digests, tokens)
+    PrefixHasher(4, Lora("a", "/a"), "salt").extend(digests, tokens)
     scheme = scheme_named("sha256", block_size=4, lora_paths={"a": "/a"})
     assert scheme.digests(as_tokens(tokens), Namespace("a", "salt")) == digests
 

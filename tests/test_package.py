@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import kvplug
+from tests.plain_kernels import with_plain_kernels
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +25,8 @@ def test_unknown_names_are_attribute_errors():
 
 def loaded_by(statement):
     program = f"{statement}; import sys, json; json.dump(sorted(sys.modules), sys.stdout)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    command, environment = [sys.executable, "-c", program], with_plain_kernels()
+    run = subprocess.run(command, capture_output=True, check=True, env=environment)
     return {name.partition(".")[0] for name in json.loads(run.stdout)}
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug import codec
+from kvplug import codec, wire
 from kvplug.errors import DecodeError
 from kvplug.events import AllBlocksCleared, BlockStored
+from kvplug.kernels import wire as kernels
 from kvplug.records import MAX_BYTES, read_payloads
 
 # The order of fields in events that are arrays.
@@ -105,8 +106,9 @@ values = st.recursive(
     max_leaves=5,
 )
 names = st.sampled_from(
-    ["lora_name", "cache_salt", "medium", "group_idx", "block_size", "token_ids", "block_hashes",
-     "extra_keys", "locality", "ownership", "session_id", "unheard_of", "type", "moe",
+    ["lora_name", "cache_salt", "bigrams", "block_mm_infos", "cxl_metadata", "medium", "moe",
+     "group_idx", "block_size", "token_ids", "block_hashes",
+     "extra_keys", "locality", "ownership", "session_id", "unheard_of", "type",
      "parent_block_hash", "lora_id", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"]
 )  # fmt: skip
 
@@ -115,6 +117,36 @@ names = st.sampled_from(
        st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"]))  # fmt: skip
 def test_odd_fields_are_read_alike_or_left_to_the_codec(event, changes, tag):
     same_as_codec(encode([1.0, [{"type": tag, **event, **changes}], 0]))
+
+
+WIRE_FIELDS = [
+    (shape, field)
+    for shape in (wire.Stored, wire.Removed, wire.Cleared)
+    for field in shape.__struct_fields__
+]
+PLAIN = {
+    wire.Stored: {"block_hashes": [1], "token_ids": [1, 2], "block_size": 2},
+    wire.Removed: {"block_hashes": [1]},
+    wire.Cleared: {},
+}
+ODD_VALUES = [True, False, 0, 1, 2**40, 1.5, "", "GPU", "x", b"y", [], [None], [1], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "field"), WIRE_FIELDS, ids=lambda it: getattr(it, "__name__", it)
+)
+def test_the_kernels_know_each_field_of_the_wire(shape, field):
+    """A field that they skipped as unknown would be lost for plain events."""
+    assert field.encode() in kernels._FIELDS
+    for value in ODD_VALUES:
+        tag = shape.__struct_config__.tag
+        same_as_codec(encode([1.0, [{"type": tag, **PLAIN[shape], field: value}]]))
+
+
+def test_an_event_of_its_own_is_left_to_the_codec():
+    read = {kind.encode() for kind in ("BlockStored", "BlockRemoved", "AllBlocksCleared")}
+    assert read <= {*kernels._TYPES}
+    assert wire.Transition.__struct_config__.tag.encode() not in kernels._TYPES
 
 
 def test_a_key_that_is_no_text_is_left_to_the_codec():

@@ -36,7 +36,7 @@ class Verdict(StrEnum):
         return self in (Verdict.WRONG_RESIDENT, Verdict.WRONG_SPECULATIVE)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Expectation:
     """Of one request in flight; all counts are leading blocks of its prompt.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from pathlib import Path
 from typing import Final
 
 import zmq
@@ -19,6 +20,10 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 8.0
 # What may pass: another process holds the port, an interface is not up yet.
 _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENODEV})
+
+
+# Where a socket that is bound to every address is found from the same machine.
+_LOCAL_ADDRESS: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def endpoint_of_rank(endpoint: str, dp_rank: int) -> str:
@@ -40,10 +45,23 @@ def endpoint_of_rank(endpoint: str, dp_rank: int) -> str:
     return f"tcp://{host}:{int(port) + dp_rank}"
 
 
-class Binding:
-    """Call `attempt` from the socket's thread, again after `pause_s`; read `is_bound`, `endpoint`.
+def local_endpoint(endpoint: str) -> str | None:
+    """Where a process on the same machine finds it; None for what cannot be found there."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":  # a name that starts with @ is not a file
+        return endpoint if address.startswith("@") else f"ipc://{Path(address).absolute()}"
+    if scheme != "tcp":
+        return None
+    host, _, port = address.rpartition(":")
+    if port in ("0", "*"):
+        return None  # not bound yet, so nobody knows the port
+    return f"tcp://{_LOCAL_ADDRESS.get(host, host)}:{port}"
 
-    Never connects: an event stream is something to come and fetch.
+
+class Binding:
+    """Call `attempt` from the socket's thread, again after `pause_s`, or `bind`, once and for all.
+
+    Read `is_bound` and `endpoint`. Never connects: an event stream is something to come and fetch.
     """
 
     def __init__(
@@ -68,13 +86,17 @@ class Binding:
         if self.is_bound or time.monotonic() < self._not_before:
             return
         try:
-            self._socket.bind(self.endpoint)
+            self.bind()
         except zmq.ZMQError as error:
             self._postpone(error)
-            return
+        else:
+            self._logger.info("kvplug: %s at %s", self._what, self.endpoint)
+
+    def bind(self) -> None:
+        """Bind now; zmq.ZMQError if that fails."""
+        self._socket.bind(self.endpoint)
         self.is_bound = True
         self.endpoint = _with_actual_port(self.endpoint, self._socket)
-        self._logger.info("kvplug: %s at %s", self._what, self.endpoint)
 
     def _postpone(self, error: zmq.ZMQError) -> None:
         is_first, may_pass = self._not_before == 0.0, error.errno in _PASSING

@@ -15,43 +15,20 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
 
-from kvplug.engines.binding import Binding, endpoint_of_rank
-from kvplug.engines.replay import History, ReplayServer
-from kvplug.errors import ConfigError
+from kvplug.engines.binding import Binding
+from kvplug.engines.replay_server import History, ReplayServer
+from kvplug.engines.settings import PublisherConfig
+from kvplug.errors import TransportError
 
 STOP_LIMIT_S: Final = 1.0
 """How long `shutdown` waits for what is queued, for a replay, for subscribers that still read."""
 
 _END: Final = None
 _Queued = tuple[int, Any] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherConfig:
-    """What vLLM's and SGLang's --kv-events-config say, for one data-parallel rank."""
-
-    endpoint: str
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            value = getattr(self, name)
-            if not 0 <= value < 2**31:
-                raise ConfigError(f"--kv-events-config: {name} must be 0 or more, got {value}")
-
-    def of_rank(self, dp_rank: int) -> tuple[str, str | None]:
-        """The endpoint and the replay endpoint of one rank."""
-        replay = self.replay_endpoint and endpoint_of_rank(self.replay_endpoint, dp_rank)
-        return endpoint_of_rank(self.endpoint, dp_rank), replay
 
 
 class Publisher:
@@ -69,7 +46,10 @@ class Publisher:
         dp_rank: int,
         encode: Callable[[Any], bytes],
         logger: logging.Logger,
+        *,
+        must_bind: bool = False,
     ) -> None:
+        """`must_bind`: TransportError if an address is taken; else it is tried again."""
         endpoint, replay_endpoint = config.of_rank(dp_rank)
         self.num_published = self.num_sent = self.num_dropped = 0
         self.failures: Counter[str] = Counter()
@@ -80,6 +60,8 @@ class Publisher:
         self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
         self._stopping = self._drops_are_named = False
         self._open(endpoint, replay_endpoint, config.hwm)
+        self._bind(must_bind)
+        self._start()
 
     @property
     def endpoint(self) -> str:
@@ -118,12 +100,31 @@ class Publisher:
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.LINGER, int(STOP_LIMIT_S * 1000))
         self._binding = Binding(self._socket, endpoint, "stream of KV events", self._logger)
-        self._binding.attempt()
         self._replay: ReplayServer | None = None
         if replay_endpoint is not None:
             self._replay = ReplayServer(
                 self._context, replay_endpoint, self._history, self._topic, self._logger
             )
+
+    def _bind(self, must_bind: bool) -> None:
+        bindings = [self._binding, *([self._replay.binding] if self._replay else [])]
+        for binding in bindings:
+            if must_bind:
+                self._bind_or_close(binding)
+            else:
+                binding.attempt()
+
+    def _bind_or_close(self, binding: Binding) -> None:
+        try:
+            binding.bind()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransportError(
+                f"cannot publish events at {binding.endpoint!r}: expected a free endpoint like "
+                f"tcp://127.0.0.1:5557, got: {error}"
+            ) from error
+
+    def _start(self) -> None:
         self._sender = threading.Thread(target=self._run, name="kvplug-publisher", daemon=True)
         self._sender.start()
         if self._replay is not None:

@@ -9,16 +9,39 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Final
 
 import msgspec
 
-from kvplug.engines.publisher import PublisherConfig
-from kvplug.errors import KvplugError
+from kvplug.engines.binding import endpoint_of_rank
+from kvplug.errors import ConfigError, KvplugError
 
 LOG_LEVEL: Final = "KVPLUG_LOG_LEVEL"
 _LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherConfig:
+    """What vLLM's and SGLang's --kv-events-config say, for one data-parallel rank."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if not 0 <= value < 2**31:
+                raise ConfigError(f"--kv-events-config: {name} must be 0 or more, got {value}")
+
+    def of_rank(self, dp_rank: int) -> tuple[str, str | None]:
+        """The endpoint and the replay endpoint of one rank."""
+        replay = self.replay_endpoint and endpoint_of_rank(self.replay_endpoint, dp_rank)
+        return endpoint_of_rank(self.endpoint, dp_rank), replay
 
 
 def read_config(settings: Mapping[str, object], logger: logging.Logger) -> PublisherConfig:

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import atexit
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvplug.engines.publisher import Publisher, PublisherConfig
-from kvplug.engines.settings import read_config, set_log_level, warn
+from kvplug.engines.binding import local_endpoint
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig, read_config, set_log_level, warn
 from kvplug.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.kv_events import EventBatch, EventPublisher
 
 NAME: Final = "kvplug"
-# Where a socket that is bound to every address is found from the same machine.
-_LOCAL_ADDRESS: Final = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 # SGLang's handler and format are the root logger's.
 logger = logging.getLogger("sglang.kvplug")
@@ -93,7 +91,7 @@ class SglangPublisher:
 
     def describe_local_source(self, block_size: int) -> dict[str, object] | None:
         """Where a process on the same machine finds the stream; None for what it cannot reach."""
-        endpoint = _local_endpoint(self.publisher.endpoint)
+        endpoint = local_endpoint(self.publisher.endpoint)
         if endpoint is None:
             return None
         source: dict[str, object] = {
@@ -102,22 +100,10 @@ class SglangPublisher:
             "topic": self._topic,
             "block_size": block_size,
         }
-        replay_endpoint = _local_endpoint(self.publisher.replay_endpoint or "")
+        replay_endpoint = local_endpoint(self.publisher.replay_endpoint or "")
         return source if replay_endpoint is None else source | {"replay_endpoint": replay_endpoint}
 
     def _encode(self, batch: EventBatch) -> bytes:
         if batch.attn_dp_rank is None:
             batch.attn_dp_rank = self._attn_dp_rank
         return self._pack.encode(batch)
-
-
-def _local_endpoint(endpoint: str) -> str | None:
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc":  # a name that starts with @ is not a file
-        return endpoint if address.startswith("@") else f"ipc://{Path(address).absolute()}"
-    if scheme != "tcp":
-        return None
-    host, _, port = address.rpartition(":")
-    if port in ("0", "*"):
-        return None  # not bound yet, so nobody knows the port
-    return f"tcp://{_LOCAL_ADDRESS.get(host, host)}:{port}"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type
 
 import msgspec
 
-from kvplug.engines.publisher import Publisher, PublisherConfig
-from kvplug.engines.settings import read_config, set_log_level, warn
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig, read_config, set_log_level, warn
 
 if TYPE_CHECKING:
     from vllm.config.kv_events import KVEventsConfig

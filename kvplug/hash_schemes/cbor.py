@@ -56,7 +56,7 @@ def token_arrays(tokens: Tokens, block_size: int) -> list[Encoded]:
     """The tokens of each full block as an array: `dumps` of them, in a kernel."""
     num_blocks = len(tokens) // block_size
     ends = np.zeros(num_blocks, dtype=np.uint64)
-    capacity_guard = kernels.MAX_HEAD_BYTES * num_blocks * (block_size + 1)
-    buffer = np.empty(capacity_guard, dtype=np.uint8)
+    num_bytes = kernels.MAX_HEAD_BYTES * num_blocks * (block_size + 1)
+    buffer = np.empty(num_bytes, dtype=np.uint8)
     written = buffer[: kernels.encode_blocks(tokens, block_size, ends, buffer)].tobytes()
     return [Encoded(written[start:end]) for start, end in pairwise([0, *ends.tolist()])]

@@ -1,10 +1,6 @@
-"""vLLM's own hashes (0.32.0, v1/core/kv_cache_utils.py and utils/hashing.py).
+"""vLLM's own hashes (0.32.0), by any of its algorithms; vllm_hashes.py has the formula.
 
 In:  uint32 token ids, LoRA adapter, salt, extra keys.   Out: uint64 as vLLM publishes them.
-
-    digest of a block = hash((digest of the block before, tokens, extra keys or None))
-    before the first  = hash(seed)
-    on the wire       = the low 64 bits of the digest, big-endian
 
     sha256        SHA-256 of pickle          sha256_cbor   SHA-256 of canonical CBOR
     xxhash        XXH3-128 of pickle         xxhash_cbor   XXH3-128 of canonical CBOR
@@ -20,7 +16,6 @@ one. vLLM's API server gets each as an object of its own, so that is what is has
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -28,7 +23,7 @@ import numpy as np
 import xxhash
 
 from kvplug.errors import ConfigError, HashingError
-from kvplug.events import EngineHash, Namespace
+from kvplug.events import Namespace
 from kvplug.hash_schemes import cbor
 from kvplug.hash_schemes.scheme import (
     NO_NAMESPACE,
@@ -40,13 +35,16 @@ from kvplug.hash_schemes.scheme import (
     checked_tokens,
 )
 from kvplug.hashing import Hashes, Tokens, utf8
-
-_DEFAULT_SEED: Final = "vllm-none-hash"
-_PICKLE_PROTOCOL: Final = 5  # the highest of Python 3.8 to 3.14: vLLM takes the highest
-
-
-def _pickle(content: cbor.Value) -> bytes:
-    return pickle.dumps(content, protocol=_PICKLE_PROTOCOL)  # written here and never read
+from kvplug.vllm_hashes import (
+    DEFAULT_SEED,
+    Lora,
+    block_digest,
+    event_id,
+    lora_keys,
+    pickled,
+    salt_keys,
+    sha256,
+)
 
 
 def _token_tuples(tokens: Tokens, block_size: int) -> Sequence[cbor.Value]:
@@ -62,16 +60,11 @@ class Algorithm(NamedTuple):
 
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {
-    "sha256": Algorithm(_token_tuples, lambda it: hashlib.sha256(_pickle(it)).digest()),
+    "sha256": Algorithm(_token_tuples, sha256),
     "sha256_cbor": Algorithm(cbor.token_arrays, lambda it: hashlib.sha256(cbor.dumps(it)).digest()),
-    "xxhash": Algorithm(_token_tuples, lambda it: xxhash.xxh3_128_digest(_pickle(it))),
+    "xxhash": Algorithm(_token_tuples, lambda it: xxhash.xxh3_128_digest(pickled(it))),
     "xxhash_cbor": Algorithm(cbor.token_arrays, lambda it: xxhash.xxh3_128_digest(cbor.dumps(it))),
 }
-
-
-def event_id(digest: bytes) -> EngineHash:
-    """The id that vLLM's events name a block by."""
-    return EngineHash(int.from_bytes(digest[-8:], "big"))
 
 
 class VllmScheme(HashScheme):
@@ -94,7 +87,7 @@ class VllmScheme(HashScheme):
                 "has a secret of its own"
             )
         self._algorithm = ALGORITHMS[name]
-        self._no_parent = self._algorithm.digest(_DEFAULT_SEED if hash_seed is None else hash_seed)
+        self._no_parent = self._algorithm.digest(DEFAULT_SEED if hash_seed is None else hash_seed)
 
     def digests(
         self,
@@ -111,7 +104,7 @@ class VllmScheme(HashScheme):
         for i, block in enumerate(self._algorithm.blocks(tokens, self.block_size)):
             items, embeds = _tagged(extra_keys[i] if i < len(extra_keys) else ())
             keys = (*lora, *items, *(salt if i == 0 else ()), *embeds)
-            digest = self._algorithm.digest((digest, block, keys or None))
+            digest = block_digest(self._algorithm.digest, digest, block, keys)
             digests.append(digest)
         return digests
 
@@ -142,7 +135,7 @@ class VllmScheme(HashScheme):
                 f"{self.name} hashes the path of a LoRA adapter, too: name that of {name!r} in "
                 "lora_paths"
             )
-        return (("lora", _own(name), _own(self._lora_paths[name])),)
+        return lora_keys(Lora(_own(name), _own(self._lora_paths[name])))
 
 
 def _checked_paths(lora_paths: object) -> dict[str, str]:
@@ -155,8 +148,7 @@ def _checked_paths(lora_paths: object) -> dict[str, str]:
 
 
 def _salt_keys(namespace: Namespace, parent: Parent | None) -> tuple[cbor.Value, ...]:
-    # Later blocks get the salt through the chain.
-    return (("cache_salt", _own(namespace.salt)),) if namespace.salt and parent is None else ()
+    return salt_keys(_own(namespace.salt)) if parent is None else ()
 
 
 def _tagged(keys: Sequence[ExtraKey]) -> tuple[list[cbor.Value], list[cbor.Value]]:

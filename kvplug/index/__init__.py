@@ -1,21 +1,32 @@
-"""First floor: which blocks are where.
+"""First floor: which rank holds which blocks.
 
-block_index    BlockIndex: follow workers, ask what each rank holds
-single_events  events one by one          event_applier  many events in one call of a kernel
-applied        what became of events
-the block store       the relation block x holder: tables, runs and sets
-  hash_table   a growing table            run_table      growing runs
-  holder_sets  growing sets               memory         where large arrays are
-  array_version  whether an array has been replaced
-holder_numbers ranks and tiers as numbers
-hash spaces        engine hash spaces         hash space         one of them
-asking         what each rank holds       overlap        the answer
-besides        what is known of blocks besides who holds them
-  expiring     what a rank is taken to hold for a while
-  cxl          what is in CXL pools       cxl_states, pools
-  moe_labels   experts
-sweeping       clears, in slices
-room           whether blocks may come    bounds         the limits
-  evicting     what goes for them
-snapshot       an index to a file         snapshot_file  the file
+Start with block_index; each line below is a file.
+
+the index
+  block_index       BlockIndex: follow ranks, apply events, ask what each rank holds
+  event_applier     many events in one call of a kernel
+  single_events     events one by one: whatever needs a decision
+  apply_result      what became of events: counts, and reasons to refuse
+  prefix_query      what each rank holds of a request: PrefixQuery, Overlap
+what it is made of
+  block_store       which holder has which block, made of the next three
+  hash_table        uint64 -> uint64, the table of everything here
+  run_table         runs: blocks in a row with one set of holders
+  holder_sets       interned sets of holders
+  holder_numbers    ranks and holders (a rank with a tier, or a pool) as numbers
+  hash_spaces       engine hashes -> sequence hashes
+  arrays            memory of large arrays, and who learns that one was replaced
+blocks that leave
+  sweeping          a clear, in slices
+  evicting          an eviction from a full index: what goes, and what is remembered of it
+  bounds            the limits, and whether blocks may come
+what is known of blocks besides who holds them
+  expiring          blocks that a rank is about to hold, or taken to hold: they count in queries
+  block_annotation  the interface of everything else
+  annotations       the list of annotations, and all of them in one hand
+  cxl, cxl_states   blocks in CXL pools
+  moe_labels        experts of blocks
+files
+  snapshot          an index to a file and back
+  snapshot_file     the file
 """

@@ -1,4 +1,4 @@
-"""What became of a batch: blocks stored, removed, cleared, and refused by reason."""
+"""What became of a batch of events: blocks stored, removed, moved, cleared; refused, by reason."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ class RejectReason(StrEnum):
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
     BIGRAM_TOKENS = "bigram_tokens"  # by pairs of tokens, and the rank's others are not, or back
     UNKNOWN_POOL = "unknown_pool"  # in a CXL pool, but no event has said in which
+    NO_ANNOTATION = "no_annotation"  # moved by an event that this index has no annotation for
     TOO_MANY_POOLS = "too_many_pools"  # of one rank at once, by pool and workers that can read it
 
 
 @dataclass(slots=True)
 class ApplyResult:
-    """Counts of blocks; `refused` by reason.
+    """Counts of blocks, those refused by reason in `rejected`.
 
-    num_moved: between CXL states; was_cleared: the rank dropped everything at some point;
-    num_orphans: blocks refused since then (or at all) because their parents are unknown.
+    num_moved: by an event of an annotation, as between CXL states; was_cleared: the rank dropped
+    everything at some point; num_orphans: blocks refused since then (or at all) because their
+    parents are unknown.
     """
 
     num_stored: int = 0
@@ -55,7 +57,7 @@ class ApplyResult:
             self.num_orphans += num_blocks
 
     def add(self, more: ApplyResult) -> None:
-        """Count what came of events behind these."""
+        """Count what became of later events."""
         self.num_stored += more.num_stored
         self.num_removed += more.num_removed
         self.num_moved += more.num_moved

@@ -2,13 +2,12 @@
 
 In:  event batches per rank.   Out: per rank, how many leading blocks of a request it holds.
 
-Five parts:
+Four parts:
 
-    the block store   sequence hash x holder (a rank with a tier)      index/block_store.py
-    hash spaces    engine hash -> sequence hash, one table per engine hash space
-    speculative blocks of requests that were routed but not reported yet
-    cxl        which blocks are or were in a CXL pool                  index/cxl.py
-    labels     which expert a copy belongs to                          index/moe_labels.py
+    block store   which holder (a rank with a tier) has which block     index/block_store.py
+    hash spaces   engine hash -> sequence hash                          index/hash_spaces.py
+    speculative   blocks that ranks are about to hold                   index/expiring.py
+    annotations   whatever else is known of blocks; none is named here  index/annotations.py
 
 Engines name parents and removals by their own hashes. Ranks of one hash space give equal blocks
 equal engine hashes, so one table serves them all. A rank whose hashes disagree (another algorithm,
@@ -27,30 +26,23 @@ import numpy.typing as npt
 from kvplug import packed
 from kvplug.events import (
     AllBlocksCleared,
-    CxlMetadata,
     EventBatch,
-    MoeLabel,
     Rank,
-    SequenceHash,
     Tier,
 )
 from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
-from kvplug.index.annotations import BlockAnnotations
+from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.index.array_version import ArrayVersion
-from kvplug.index.block_store import BlockStore
-from kvplug.index.bounds import Bounds
-from kvplug.index.capacity_guard import CapacityGuard
-from kvplug.index.cxl import CxlBlocks
+from kvplug.index.arrays import ArrayVersion
+from kvplug.index.block_annotation import BlockAnnotation
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
+from kvplug.index.bounds import Bounds, CapacityGuard
 from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
-from kvplug.index.hash_space import HashSpace
-from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.hash_spaces import HashSpace, HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.moe_labels import MoeLabels
-from kvplug.index.overlap import Overlap
-from kvplug.index.prefix_query import PrefixQuery, credits_of
+from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
 from kvplug.index.single_events import SingleEvents
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
@@ -69,7 +61,7 @@ _STEPS_PER_BLOCK = 16
 
 
 class BlockIndex:
-    """Following workers: add_rank, apply, clear, remove_worker. Asking: match, overlap.
+    """Following workers: add_rank, apply, clear, remove_worker. Asking: overlap, annotation.
 
     Looking inside: len, engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
     """
@@ -82,26 +74,30 @@ class BlockIndex:
         speculative_ttl_s: float = 2.0,
         query_waiting: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+        annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
     ) -> None:
         """`bigrams`: of engines that key a block by its pairs of tokens (SGLang with EAGLE).
 
         `query_waiting`, uint8[1]: another thread sets it to have `apply_records` return early.
+        `annotations`: what is to be known of blocks besides, one of each kind.
         """
         self.hasher = BlockHasher(block_size, bigrams=bigrams)
         self._version = ArrayVersion(is_tight=bounds.max_bytes is not None)
         self.numbers = HolderNumbers(self._version)
         self.block_store = BlockStore(self._version)
         self.speculative = ExpiringBlocks(speculative_ttl_s, version=self._version)
-        self.cxl = CxlBlocks(self.numbers, self.block_store)
-        self.labels = MoeLabels(self.numbers, self.block_store)
+        self.annotations = Annotations(annotations, self.numbers, self.block_store)
         self._confidence: F64 = np.ones(0)
         self._prefix_query: PrefixQuery | None = None
-        self._annotations = BlockAnnotations(self.speculative, self.cxl, self.labels)
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
         self._clearing: tuple[Tier | None, Clearing] | None = None
         self._eviction: Eviction | None = None
         self.capacity_guard = CapacityGuard(
-            bounds, self.block_store, self._others_nbytes, self._all_named, self._forget_gone
+            bounds,
+            self.block_store,
+            self._others_nbytes,
+            self._hash_space_arrays,
+            self.annotations.erase_gone,
         )
         flag = np.zeros(1, dtype=np.uint8) if query_waiting is None else query_waiting
         self._applier = EventApplier(
@@ -109,10 +105,10 @@ class BlockIndex:
         )
         self._single = SingleEvents(
             self.hasher,
-            self.numbers,
             self.hash_spaces,
             self.capacity_guard,
-            self._annotations,
+            self.speculative,
+            self.annotations,
             self.clear,
         )
 
@@ -150,9 +146,10 @@ class BlockIndex:
         more = 0
         if growing is not None:
             more = growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        return self._annotations.nbytes + self.hash_spaces.nbytes + LEAST_NBYTES + more
+        besides = self.speculative.nbytes + self.annotations.nbytes
+        return besides + self.hash_spaces.nbytes + LEAST_NBYTES + more
 
-    def _all_named(self) -> list[tuple[U64, U64]]:
+    def _hash_space_arrays(self) -> list[HashSpaceArrays]:
         return [self.hash_spaces.arrays_of(hash_space) for hash_space in self.hash_spaces.in_use]
 
     def add_rank(self, rank: Rank) -> int:
@@ -163,7 +160,7 @@ class BlockIndex:
         return self.numbers.add(rank)
 
     def set_confidence(self, rank: Rank, confidence: float) -> None:
-        """What a block that the rank holds is worth from now on: 1.0 if all of them are known."""
+        """What a block that the rank holds is worth from now on: 1.0 if its events are trusted."""
         number = self.numbers.number_of(rank)
         missing = max(0, number + 1 - len(self._confidence))
         self._confidence = np.concatenate([self._confidence, np.ones(missing)])
@@ -174,7 +171,7 @@ class BlockIndex:
         """Forget all ranks of a worker; later events of theirs are refused."""
         for rank in self.hash_spaces.ranks_of(worker):
             self.clear(rank)
-            self.cxl.remove(self.numbers.number_of(rank))
+            self.annotations.on_rank_removed(self.numbers.number_of(rank))
             self.hash_spaces.remove(rank)
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
@@ -187,10 +184,8 @@ class BlockIndex:
         """A clear to be done in slices; nothing else may change the index before it is done."""
         number, hash_space = self.numbers.number_of(rank), self.hash_spaces.of(rank)
         self.speculative.forget(number)
+        self.annotations.on_clear(number, tier)
         holders = self.numbers.holders(number, tier)
-        self.labels.forget(number, but=list(set(self.numbers.holders(number)) - set(holders)))
-        if tier is None:
-            self.cxl.forget(number)
         return Clearing(self.block_store, self.hash_spaces.arrays_of(hash_space), holders)
 
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
@@ -212,7 +207,7 @@ class BlockIndex:
             applied = ApplyResult()
             applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
-        if self.labels.are_any:  # they go with the last copy, which the kernels do not look for
+        if self.annotations.need_all_events:
             applied = ApplyResult()
         else:
             applied, first = self._applier.apply_packed(rank, hash_space, payload)
@@ -240,7 +235,7 @@ class BlockIndex:
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
         at = first
-        if not self.labels.are_any and not self.bigrams:
+        if not self.annotations.need_all_events and not self.bigrams:
             at = self._applier.apply_records(
                 rank, self.hash_spaces.of(rank), records, first, max_blocks, applied
             )
@@ -264,19 +259,12 @@ class BlockIndex:
         applied.reject(RejectReason.INDEX_FULL, num_blocks)
         return True
 
-    def _forget_gone(self) -> None:
-        """Blocks have left the index by themselves: what is known of them besides goes, too."""
-        self.cxl.erase_gone()
-        for number, rank in enumerate(self.numbers.ranks):
-            if rank is not None:
-                self.labels.erase_gone(number)
-
     def _go_on_evicting(self, max_steps: int) -> None:
         assert self._eviction is not None
         self._eviction.advance(max_steps)
         if self._eviction.is_done:
             self._eviction = None
-            self._forget_gone()
+            self.annotations.erase_gone()
 
     def _go_on_clearing(self, max_steps: int, applied: ApplyResult) -> bool:
         """Whether the clear that a run of records has come to is done."""
@@ -318,19 +306,9 @@ class BlockIndex:
         numbers = self.numbers
         return PrefixQuery(self.block_store, numbers.owner, numbers.readers, credits, expected)
 
-    def moe_hits(
-        self, sequence_hashes: HashesLike, label: MoeLabel, overlap: Overlap | None = None
-    ) -> I64:
-        """int64[ranks]: how many of the leading blocks that a rank holds carry the label there.
-
-        `overlap` of the same hashes, if it was asked for already.
-        """
-        overlap = self.overlap(sequence_hashes) if overlap is None else overlap
-        return self.labels.num_aligned(as_hashes(sequence_hashes), label, overlap.held)
-
-    def cxl_metadata(self, rank: Rank, sequence_hash: SequenceHash | int) -> CxlMetadata | None:
-        """The last CXL state of a block, and where it is or was; None if nothing is known."""
-        return self.cxl.metadata(self.numbers.number_of(rank), sequence_hash)
+    def annotation(self, kind: type[Kind]) -> Kind:
+        """The annotation of a kind, for what only it can answer; KeyError if there is none."""
+        return self.annotations[kind]
 
     def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds: in a tier, or in
@@ -351,5 +329,6 @@ class BlockIndex:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
         self.numbers.check()
         self.block_store.check()
-        self._annotations.check()
+        self.speculative.check()
+        self.annotations.check()
         self.hash_spaces.check()

@@ -1,6 +1,6 @@
-"""The relation block x holder, in arrays.
+"""Which holder has which block, in flat arrays that kernels read and change.
 
-In:  sequence hashes and a holder number.   Out: who holds which leading blocks of a request.
+In:  sequence hashes and a holder number.   Out: the arrays changed; what a holder has.
 
     table    sequence hash -> place: the run of the block, and its depth     kernels/table.py
     runs     blocks in a row with one set of holders: the set, the namespace  kernels/runs.py
@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
 from kvplug.kernels import checking, membership, runs
+from kvplug.kernels.bundle import Bundle
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -38,6 +39,16 @@ NO_ENGINE_HASHES: U64 = np.zeros(0, dtype=np.uint64)
 _MIN_BLOCKS = 800
 ARRAYS = ("table", "copies", "runs", "bits", "meta", "intern", "header")
 """Names of BlockStore.arrays."""
+
+
+HashSpaceArrays = tuple[U64, U64]
+"""What kernels need of a hash space (kvplug/index/hash_spaces.py).
+
+slots: of its table, engine hash -> sequence hash; members: uint64[words], its holders as bits, or
+NO_ENGINE_HASHES for every holder there is.
+"""
+
+NO_HASH_SPACE: HashSpaceArrays = NO_ENGINE_HASHES, NO_ENGINE_HASHES
 
 
 class BlockSpan(NamedTuple):
@@ -54,7 +65,10 @@ class BlockSpan(NamedTuple):
 
 
 class BlockStore:
-    """store, copy, drop; arrays only. Kernels change them, too."""
+    """store, copy, drop. It is arrays only, which kernels change, too.
+
+    `version` counts when one of the arrays has become another one.
+    """
 
     def __init__(self, version: ArrayVersion | None = None) -> None:
         self.version = version or ArrayVersion()
@@ -63,7 +77,8 @@ class BlockStore:
         self.copies = HashTable(self.version)
         self.runs = RunTable(self.version)
         self.sets = HolderSets(self.version)
-        self._slots: U64 = np.empty(0, dtype=np.uint64)
+        self._scratch: U64 = np.empty(0, dtype=np.uint64)
+        self._seen_version = -1
 
     def __len__(self) -> int:
         """Number of blocks that somebody holds."""
@@ -71,12 +86,20 @@ class BlockStore:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """All arrays, as kernels/residency.py names them."""
+        """All arrays, in the order of ARRAYS and of kernels/residency.py."""
         bits, meta, intern, header = self.sets.arrays
         return self.table.slots, self.copies.slots, self.runs.words, bits, meta, intern, header
 
+    @property
+    def bundle(self) -> U64:
+        """All arrays and scratch as one argument of a kernel, good until one is replaced."""
+        if self._seen_version != self.version.count:
+            self._bundle = Bundle(*self.arrays, self._scratch)
+            self._seen_version = self.version.count
+        return self._bundle.words
+
     def load(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """Be what other the block store were whose arrays these are; they stay in use."""
+        """Be what another block store was; its arrays stay in use."""
         table, copies, words, *sets = arrays
         limit = self.table.limit
         self.table, self.copies = HashTable(self.version, table), HashTable(self.version, copies)
@@ -89,7 +112,7 @@ class BlockStore:
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         tables = self.table.nbytes + self.copies.nbytes
-        return tables + self.runs.nbytes + self.sets.nbytes + int(self._slots.nbytes)
+        return tables + self.runs.nbytes + self.sets.nbytes + int(self._scratch.nbytes)
 
     @property
     def num_memberships(self) -> int:
@@ -101,7 +124,7 @@ class BlockStore:
         """Bytes of memory of all tables and arrays after `reserve`."""
         tables = self.table.grown_nbytes(num_blocks) + self.copies.grown_nbytes(num_blocks)
         arrays = self.runs.grown_nbytes(num_blocks) + self.sets.grown_nbytes(holder, num_blocks)
-        return tables + arrays + int(self._slots.nbytes)
+        return tables + arrays + int(self._scratch.nbytes)
 
     def reserve(self, holder: int, num_blocks: int) -> None:
         """Make room for so many blocks that come to the holder."""
@@ -109,11 +132,12 @@ class BlockStore:
         self.copies.reserve(num_blocks)
         self.runs.reserve(num_blocks)
         self.sets.reserve(holder, num_blocks)
-        if num_blocks > len(self._slots):
-            self._slots = np.empty(2 * num_blocks, dtype=np.uint64)
+        if num_blocks > len(self._scratch):
+            self._scratch = np.empty(2 * num_blocks, dtype=np.uint64)
+            self.version.count += 1
 
     def reserve_runs(self, holder: int, num_blocks: int) -> None:
-        """Make room for so many blocks that leave the holder, for runs of their own maybe."""
+        """Make room for so many blocks that leave the holder: runs may fall to pieces."""
         num_moved = min(num_blocks, len(self.table))
         self.runs.reserve(num_moved)
         self.sets.reserve(holder, num_moved)
@@ -122,37 +146,37 @@ class BlockStore:
         self,
         holder: int,
         span: BlockSpan,
-        hash_space: tuple[U64, U64] = (NO_ENGINE_HASHES, NO_ENGINE_HASHES),
+        hash_space: HashSpaceArrays = NO_HASH_SPACE,
     ) -> int | None:
         """The holder has one more copy of consecutive blocks.
 
-        `hash space`: slots and members of the table of their engine hashes, if they have any.
+        `hash_space` is that of their engine hashes, if they have any.
         Returns how many blocks the holder did not have before; None, and nothing done, if engine
         hashes and contents do not go together.
         """
         hashes = span.hashes
         self.reserve(holder, len(hashes))
         parent, seed = np.uint64(span.parent), np.uint64(span.seed)
-        event = holder, parent, seed, span.engine_hashes, hashes, self._slots
-        num_new = membership.store_blocks(*event, *hash_space, *self.arrays)
+        event = holder, parent, seed, span.engine_hashes, hashes
+        num_new = membership.store_blocks(*event, *hash_space, self.bundle)
         return None if num_new == membership.CONFLICT else int(num_new)
 
     def copy(self, holder: int, sequence_hashes: U64) -> int:
-        """As `store`, for blocks that somebody has; returns how many the holder did not have."""
+        """As `store`, for blocks that some holder has; returns how many this one did not have."""
         self.reserve(holder, len(sequence_hashes))
-        return int(membership.copy_blocks(holder, sequence_hashes, self._slots, *self.arrays))
+        return int(membership.copy_blocks(holder, sequence_hashes, self.bundle))
 
     def drop(self, holder: int, sequence_hashes: U64) -> int:
-        """The holder has one copy less of each block; returns how many it has no more."""
+        """The holder has one copy less of each block; returns how many it has no more copy of."""
         self.reserve_runs(holder, len(sequence_hashes))
-        return int(membership.drop_hashes(holder, sequence_hashes, *self.arrays))
+        return int(membership.drop_hashes(holder, sequence_hashes, self.bundle))
 
     def drop_engine_hashes(
-        self, holder: int, engine_hashes: U64, hash_space: tuple[U64, U64]
+        self, holder: int, engine_hashes: U64, hash_space: HashSpaceArrays
     ) -> int:
         """As `drop`, by engine hashes; returns how many the holder had."""
         self.reserve_runs(holder, len(engine_hashes))
-        return int(membership.drop_engine_hashes(holder, engine_hashes, *hash_space, *self.arrays))
+        return int(membership.drop_engine_hashes(holder, engine_hashes, *hash_space, self.bundle))
 
     def seed_of(self, sequence_hash: int) -> int:
         """The seed of a block's namespace."""
@@ -162,10 +186,7 @@ class BlockStore:
     def which_held(self, sequence_hashes: U64, holders: list[int]) -> Mask:
         """bool[blocks], whether any of the holders has the block."""
         held = np.empty(len(sequence_hashes), dtype=np.uint8)
-        mask, words = self.sets.mask_of(holders), self.sets.words
-        membership.which_held(
-            sequence_hashes, mask, words, self.table.slots, self.runs.words, self.sets.bits, held
-        )
+        membership.which_held(sequence_hashes, self.sets.mask_of(holders), self.bundle, held)
         return held.view(np.bool_)
 
     def num_held(self, holder: int) -> int:
@@ -183,7 +204,7 @@ class BlockStore:
             self.copies.slots, self.table.slots, self.runs.words, self.sets.bits, self.sets.words
         )
         if num_copied != len(self.copies):
-            raise IndexCorruptError("the block store: copies of a block that the holder has not")
+            raise IndexCorruptError("block store: copies of a block that its holder does not have")
 
     def _check_runs(self) -> None:
         live = self.runs.is_live
@@ -202,7 +223,7 @@ class BlockStore:
     def _check_num_held(self, set_of_run: I64) -> None:
         num_blocks = self.runs.num_blocks[self.runs.is_live]
         if not np.array_equal(self.sets.num_held, self.sets.sum_by_holder(set_of_run, num_blocks)):
-            raise IndexCorruptError("the block store: a holder counts other blocks than it has")
+            raise IndexCorruptError("block store: a holder counts other blocks than it has")
 
     def _check_links(self) -> None:
         live, above, below = self.runs.is_live, self.runs.above, self.runs.below

@@ -1,24 +1,28 @@
-"""Bounds: how much an index may hold, and what it had to give up for that.
+"""Bounds of an index: how much it may hold, whether blocks may come, and what goes for them.
 
-In:  limits; engine hashes of evicted blocks.   Out: whether a hash is among them.
+In:  limits; blocks of a holder that want to come.   Out: whether they fit, or an Eviction that
+makes room (kvplug/index/evicting.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError
-from kvplug.kernels import evicting as kernels
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
+from kvplug.index.evicting import EvictedHashFilter, Eviction, EvictionStats
+from kvplug.index.hash_spaces import HashSpace
 from kvplug.setting import shown, whole
 
 U64 = npt.NDArray[np.uint64]
 
+# Of the blocks, to go at once: a sweep costs as much for one block as for many.
+_PART_TO_EVICT = 8
 _MOST = 2**63 - 1  # what the tables of an index can count to
-_MIN_WORDS = 64
-_WORDS_PER_HASH = 0.25  # 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,50 +43,66 @@ class Bounds:
                 raise ConfigError(f"{name} of an index must be {expected}, got {shown(value)}")
 
 
-@dataclass(slots=True)
-class EvictionStats:
-    """num_blocks, num_memberships: evicted so far, blocks and pairs of a block and a holder."""
+class CapacityGuard:
+    """is_over_bytes, eviction, make_room; `stats` and `evicted_hashes` say what had to go.
 
-    num_blocks: int = 0
-    num_memberships: int = 0
-
-
-def _num_words(num_hashes: int) -> int:
-    return max(_MIN_WORDS, int(_WORDS_PER_HASH * num_hashes))
-
-
-class EvictedHashFilter:
-    """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
-
-    A store behind such a block is no sign of a lost event (kvplug/index/block_index.py).
+    others_nbytes(hash space, n): bytes of all that is not in the block store, with the table of the
+    hash space as large as n more engine hashes make it. hash_spaces(): the arrays of each one.
+    erase_gone(): called when `make_room` has evicted blocks.
     """
 
-    def __init__(self) -> None:
-        self.words: U64 = np.zeros(0, dtype=np.uint64)
-        self._before: U64 = self.words
-        self._num_left = 0
+    def __init__(
+        self,
+        bounds: Bounds,
+        block_store: BlockStore,
+        others_nbytes: Callable[[HashSpace | None, int], int],
+        hash_spaces: Callable[[], Sequence[HashSpaceArrays]],
+        erase_gone: Callable[[], None],
+    ) -> None:
+        self.bounds, self.stats, self.evicted_hashes = bounds, EvictionStats(), EvictedHashFilter()
+        self.block_store, self._others_nbytes = block_store, others_nbytes
+        self._hash_spaces = hash_spaces
+        self._erase_gone = erase_gone
+        block_store.table.limit = bounds.max_blocks or 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of both filters."""
-        return int(self.words.nbytes + self._before.nbytes)
+        """Bytes of memory of what is remembered of evicted blocks."""
+        return self.evicted_hashes.nbytes
 
-    def nbytes_for(self, capacity: int) -> int:
-        """Bytes of memory after evictions from an index of so many blocks."""
-        return max(self.nbytes, 2 * 8 * _num_words(capacity))
+    def is_over_bytes(self, hash_space: HashSpace, holder: int, num_blocks: int) -> bool:
+        """Whether arrays would have to grow beyond the bound for an event of so many blocks.
 
-    def reserve(self, num_hashes: int, capacity: int) -> U64:
-        """A filter that takes as many more hashes."""
-        if self._num_left < num_hashes:
-            self._before = self.words
-            self.words = np.zeros(_num_words(max(capacity, num_hashes)), dtype=np.uint64)
-            self._num_left = max(capacity, num_hashes)
-        self._num_left -= num_hashes
-        return self.words
+        What is there already is no reason to evict: arrays do not shrink.
+        """
+        if self.bounds.max_bytes is None:
+            return False
+        now = self.block_store.nbytes + self._others_nbytes(None, 0)
+        grown = self.block_store.grown_nbytes(holder, num_blocks)
+        grown += self._others_nbytes(hash_space, num_blocks)
+        remembered = self.evicted_hashes.nbytes_for(len(self.block_store) + num_blocks)
+        return grown > now and grown + remembered > self.bounds.max_bytes
 
-    def __contains__(self, engine_hash: int) -> bool:
-        asked = np.uint64(engine_hash)
-        return any(
-            len(words) and kernels.is_remembered(words, asked)
-            for words in (self.words, self._before)
+    def eviction(self, num_blocks: int) -> Eviction:
+        """What makes room for so many blocks, and for many more; it may find nothing to evict."""
+        num_wanted = max(num_blocks, len(self.block_store) // _PART_TO_EVICT)
+        return Eviction(
+            self.block_store, self._hash_spaces(), num_wanted, self.stats, self.evicted_hashes
         )
+
+    def make_room(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
+        """Evict what is in the way of these blocks, all at once; False if nothing more can go."""
+        while self._is_over(hash_space, holder, hashes):
+            eviction = self.eviction(len(hashes))
+            eviction.finish()
+            self._erase_gone()
+            if not eviction.num_blocks:
+                return False
+        return True
+
+    def _is_over(self, hash_space: HashSpace, holder: int, hashes: U64) -> bool:
+        held, limit = self.block_store, self.bounds.max_blocks
+        if limit is not None and len(held) + len(hashes) > limit:
+            num_new = int((held.table.find(hashes) == 0).sum())
+            return len(held) + num_new > limit
+        return self.is_over_bytes(hash_space, holder, len(hashes))

@@ -1,7 +1,7 @@
 """Blocks between GPUs and CXL pools: what a state means for the copies that a rank has.
 
-In:  stored blocks with CXL metadata and transitions, by engine hash.   Out: the block store and
-states changed.
+In:  stored events with CXL metadata, and transitions.   Out: the block store and the states
+(kvplug/index/cxl_states.py) changed.
 
     local_gpu    a copy on the rank's device
     in_transit   the same: nobody else can read the block yet
@@ -12,63 +12,83 @@ A transition moves: into a pool means off the device, however often it was store
 event adds, and takes nothing: a block that is in a pool stays there when it is stored on the
 device besides. Pool and workers that an event leaves out are the block's last ones on this rank.
 Copies in host memory and on disk have nothing to do with it.
+
+A copy in a pool is a holder's, so the kernels that store, remove and match blocks need not know of
+it, and apply events while there are pools, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.events import CxlMetadata, CxlState, Tier
+from kvplug.events import BlockStored, CxlMetadata, CxlState, CxlStateTransition, Rank, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.block_annotation import (
+    AnnotationState,
+    BlockAnnotation,
+    EventBlocks,
+    NamesBlocks,
+    Stored,
+)
 from kvplug.index.block_store import BlockStore
-from kvplug.index.cxl_states import EVICTED, POOLED, STATES, CxlStates, placement_of, state_of
+from kvplug.index.cxl_states import (
+    EVICTED,
+    POOLED,
+    STATES,
+    CxlStates,
+    Placement,
+    Placements,
+    PlacementState,
+    placement_of,
+    state_of,
+)
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.pools import Placement, Placements
 
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
 
-class RankBlocks(NamedTuple):
-    """Blocks of one rank: engine hashes, sequence hashes, and their hash space as the block store
-    want it.
-    """
+class CxlBlocks(BlockAnnotation):
+    """`metadata` tells what is known of a block."""
 
-    rank_number: int
-    engine_hashes: U64
-    hashes: U64
-    hash_space: Callable[[], tuple[U64, U64]]
-
-    def only(self, chosen: Mask) -> RankBlocks:
-        """Some of them."""
-        return self._replace(engine_hashes=self.engine_hashes[chosen], hashes=self.hashes[chosen])
-
-
-class CxlBlocks:
-    """store, move, forget, remove, erase_gone; metadata tells what is known of a block."""
+    name = "cxl"
+    event_type = CxlStateTransition
+    array_names: ClassVar[tuple[str, ...]] = ("table", "ring")
 
     def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
-        self._numbers, self._block_store = numbers, block_store
+        super().__init__(numbers, block_store)
         self.placements = Placements(numbers)
         self.states = CxlStates(self.placements)
 
-    def metadata(self, rank_number: int, sequence_hash: int) -> CxlMetadata | None:
-        """The last state of a block, None if it never had one or that is forgotten."""
-        entry = self.states.find(rank_number, np.array([sequence_hash], dtype=np.uint64))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the states."""
+        return self.states.nbytes
+
+    def metadata(self, rank: Rank, sequence_hash: int) -> CxlMetadata | None:
+        """The last state of a rank's block, and where it is or was; None if nothing is known."""
+        number = self._numbers.number_of(rank)
+        entry = self.states.find(number, np.array([sequence_hash], dtype=np.uint64))
         if not entry[0]:
             return None
         placement = self.placements.placement(int(placement_of(entry)[0]))
         return CxlMetadata(STATES[state_of(entry)[0]], placement.pool_id, placement.workers)
 
-    def store(
-        self, blocks: RankBlocks, tier: Tier, said: CxlMetadata, applied: ApplyResult
-    ) -> None:
-        """These blocks were just stored in the tier: what the metadata of the event adds."""
+    def concerns(self, event: Stored) -> bool:
+        """Those with CXL metadata."""
+        return isinstance(event, BlockStored) and event.cxl is not None
+
+    def on_stored(self, blocks: EventBlocks, event: Stored, applied: ApplyResult) -> None:
+        """Add what the metadata of the event says, and no copy beside one that is in a pool."""
+        assert isinstance(event, BlockStored)
+        assert event.cxl is not None
+        said = event.cxl
         is_pooled, num_noted = said.state is CxlState.CXL_POOLED, 0
         # What is in a pool stays there.
         concerned = blocks if is_pooled else blocks.only(~self._is_pooled(blocks))
@@ -78,12 +98,14 @@ class CxlBlocks:
             self._note(chosen, said.state, placement)
             num_noted += len(chosen.hashes)
         if is_pooled or said.state is CxlState.EVICTED:
-            holder = self._numbers.holder(blocks.rank_number, tier)
+            holder = self._numbers.holder(blocks.rank_number, event.tier)
             self._block_store.drop_engine_hashes(holder, blocks.engine_hashes, blocks.hash_space())
             applied.num_stored -= len(blocks.hashes) - is_pooled * num_noted
 
-    def move(self, blocks: RankBlocks, said: CxlMetadata, applied: ApplyResult) -> None:
-        """These blocks are in another state now."""
+    def on_event(self, blocks: EventBlocks, event: NamesBlocks, applied: ApplyResult) -> None:
+        """A transition: the blocks are in another state now."""
+        assert isinstance(event, CxlStateTransition)
+        said = CxlMetadata(event.new_state, event.pool_id, event.accessible_workers)
         if said.state is CxlState.EVICTED:
             is_here = self._is_here(blocks)
             applied.reject(RejectReason.UNKNOWN_BLOCK, int((~is_here).sum()))
@@ -93,23 +115,38 @@ class CxlBlocks:
             self._note(chosen, said.state, placement)
             applied.num_moved += len(chosen.hashes)
 
-    def forget(self, rank_number: int) -> None:
-        """The rank is cleared."""
-        self.states.forget(rank_number)
+    def on_clear(self, rank_number: int, tier: Tier | None) -> None:
+        """Forget the rank's states; a clear of one tier leaves pools alone."""
+        if tier is None:
+            self.states.forget(rank_number)
 
-    def remove(self, rank_number: int) -> None:
-        """The rank, which is cleared, goes."""
+    def on_rank_removed(self, rank_number: int) -> None:
+        """Free the rank's placements."""
         self.placements.free(self.placements.numbers_of(rank_number))
 
     def erase_gone(self) -> None:
-        """Blocks may have left the index by themselves: what had a copy in a pool has none."""
+        """Forget the pooled blocks that have no copy in their pool any more."""
         for state, placement, hashes in self.states.items():
             if state is CxlState.CXL_POOLED:
                 held = self._numbers.holders(placement.rank_number)
                 gone = hashes[~self._block_store.which_held(hashes, held)]
                 self.states.erase(placement.rank_number, gone)
 
-    def _move_copies(self, blocks: RankBlocks, state: CxlState, placement: int) -> None:
+    def save(self) -> AnnotationState:
+        """Placements by number, and the states."""
+        table, ring = self.states.arrays
+        return AnnotationState(self.placements.state(), {"table": table, "ring": ring})
+
+    def load(self, state: AnnotationState) -> None:
+        """Be what other placements and states were; their holders are loaded."""
+        placements = msgspec.convert(state.settings, list[PlacementState | None])
+        num_ranks = len(self._numbers.ranks)
+        if not all(0 <= each[0].rank_number < num_ranks for each in placements if each):
+            raise IndexCorruptError("cxl: a placement is nobody's")
+        self.placements.load(placements)
+        self.states.load(state.arrays["table"], state.arrays["ring"])
+
+    def _move_copies(self, blocks: EventBlocks, state: CxlState, placement: int) -> None:
         device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
         match state:
             case CxlState.CXL_POOLED:
@@ -123,22 +160,22 @@ class CxlBlocks:
                 self._leave_pools(blocks)
                 self._drop(device, blocks.only((states != POOLED) & (states != EVICTED)))
 
-    def _enter_pool(self, blocks: RankBlocks, placement: int) -> None:
+    def _enter_pool(self, blocks: EventBlocks, placement: int) -> None:
         self._hold(self.placements.holder(placement), blocks)
         self._leave_pools(blocks, but=placement)
 
-    def _leave_pools(self, blocks: RankBlocks, *, but: int = -1) -> None:
+    def _leave_pools(self, blocks: EventBlocks, *, but: int = -1) -> None:
         entries = self.states.find(blocks.rank_number, blocks.hashes)
         placements = np.where(state_of(entries) == POOLED, placement_of(entries), -1)
         for placement in set(np.unique(placements).tolist()) - {-1, but}:
             self._drop(self.placements.holder(placement), blocks.only(placements == placement))
 
-    def _hold(self, holder: int, blocks: RankBlocks) -> None:
+    def _hold(self, holder: int, blocks: EventBlocks) -> None:
         """The holder has a copy of each block, if it had none."""
         held = self._block_store.which_held(blocks.hashes, [holder])
         self._block_store.copy(holder, blocks.hashes[~held])
 
-    def _drop(self, holder: int, blocks: RankBlocks) -> None:
+    def _drop(self, holder: int, blocks: EventBlocks) -> None:
         """The holder has no copy any more, however many it had."""
         num_had = len(blocks.engine_hashes)
         while num_had:
@@ -147,24 +184,24 @@ class CxlBlocks:
                 holder, blocks.engine_hashes, blocks.hash_space()
             )
 
-    def _note(self, blocks: RankBlocks, state: CxlState, placement: int) -> None:
+    def _note(self, blocks: EventBlocks, state: CxlState, placement: int) -> None:
         if state is CxlState.LOCAL_GPU and self.placements.placement(placement).is_unknown:
             self.states.erase(blocks.rank_number, blocks.hashes)
         else:
             self.states.put(blocks.rank_number, blocks.hashes, state, placement)
 
-    def _is_pooled(self, blocks: RankBlocks) -> Mask:
+    def _is_pooled(self, blocks: EventBlocks) -> Mask:
         return np.asarray(state_of(self.states.find(blocks.rank_number, blocks.hashes)) == POOLED)
 
-    def _is_here(self, blocks: RankBlocks) -> Mask:
+    def _is_here(self, blocks: EventBlocks) -> Mask:
         """Whether the rank has something to evict, or has had it."""
         device = self._numbers.holder(blocks.rank_number, Tier.DEVICE)
         held = self._block_store.which_held(blocks.hashes, [device])
         return np.asarray(held | (self.states.find(blocks.rank_number, blocks.hashes) != 0))
 
     def _placed(
-        self, blocks: RankBlocks, said: CxlMetadata, applied: ApplyResult
-    ) -> Iterator[tuple[int, RankBlocks]]:
+        self, blocks: EventBlocks, said: CxlMetadata, applied: ApplyResult
+    ) -> Iterator[tuple[int, EventBlocks]]:
         """The blocks by where they are now; those of which that is not known are refused."""
         before = placement_of(self.states.find(blocks.rank_number, blocks.hashes))
         for number in np.unique(before).tolist():
@@ -192,6 +229,7 @@ class CxlBlocks:
     def check(self) -> None:
         """A rank has a copy in a pool where its state says so, and no other."""
         self.states.check()
+        self._check_pools()
         num_pooled = dict.fromkeys(self.placements.holders, 0)
         for state, placement, hashes in self.states.items():
             if state is CxlState.CXL_POOLED:
@@ -205,3 +243,13 @@ class CxlBlocks:
             raise IndexCorruptError("cxl: two copies of a block in one pool")
         if any(self._block_store.num_held(h) != number for h, number in num_pooled.items()):
             raise IndexCorruptError("cxl: a copy in a pool of a block that is not pooled")
+
+    def _check_pools(self) -> None:
+        """Each pool of a rank is behind one placement, as only this annotation makes pools."""
+        expected = {
+            holder: (placement.rank_number, placement.workers or ())
+            for placement, holder in filter(None, self.placements.state())
+            if holder is not None
+        }
+        if expected != self._numbers.pools:
+            raise IndexCorruptError("cxl: pools and placements do not pair up")

@@ -1,9 +1,10 @@
-"""Many events of a rank to the block store in one kernel call: records, and packed events.
+"""Many events of a rank applied in one call of a kernel: records, and packed events.
 
 In:  events of one rank as arrays or bytes.   Out: the block store, the rank's hash space and the
-speculative blocks changed.
+speculative blocks changed; counts.
 
-What it cannot do is left to BlockIndex, event by event: kernels/applying.py says what that is.
+What a kernel cannot decide it leaves to SingleEvents, by way of BlockIndex; kernels/applying.py
+says what that is. Annotations hear nothing of what is applied here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import numpy.typing as npt
 from kvplug.errors import DecodeError
 from kvplug.events import Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.index.capacity_guard import CapacityGuard
+from kvplug.index.bounds import CapacityGuard
 from kvplug.index.expiring import ExpiringBlocks, mark_of
-from kvplug.index.hash_space import HashSpace
-from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.hash_spaces import HashSpace, HashSpaces
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle
@@ -31,7 +31,7 @@ Flag = npt.NDArray[np.uint8]
 _MIN_SCRATCH = 256
 _MIN_PAYLOAD = 2**16
 LEAST_NBYTES = _MIN_PAYLOAD + PADDING + 3 * 8 * _MIN_SCRATCH
-"""Of buffers that events up to a usual size pass through."""
+"""Of the buffers that events pass through, as large as usual events need them."""
 
 
 class EventApplier:
@@ -48,7 +48,7 @@ class EventApplier:
         self._block_size = block_size
         self._hash_spaces, self._numbers = hash_spaces, hash_spaces.numbers
         self._capacity_guard, self._block_store = capacity_guard, capacity_guard.block_store
-        self._speculative, self._is_wanted = speculative, query_waiting
+        self._speculative, self._query_waiting = speculative, query_waiting
         self._version = capacity_guard.block_store.version
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
@@ -59,17 +59,17 @@ class EventApplier:
 
     @property
     def extra_nbytes(self) -> int:
-        """Bytes of memory of what events are copied to on their way, beyond LEAST_NBYTES."""
+        """Bytes of memory of the buffers that events pass through, beyond LEAST_NBYTES."""
         return int(self._scratch.nbytes) + len(self._payload) - LEAST_NBYTES
 
     @property
     def needs_decision(self) -> bool:
-        """Whether the event at which the last call ended is one for BlockIndex."""
+        """Whether the event at which the last call ended is one for SingleEvents."""
         return bool(self._counts[kernels.WHY] == kernels.NEEDS_DECISION)
 
     @property
     def num_over(self) -> int:
-        """How many blocks of the event at which the last call ended the bounds forbid."""
+        """How many blocks the event at which the last call ended has, if the bounds forbid them."""
         is_over = self._counts[kernels.WHY] in (kernels.NEEDS_ROOM, kernels.OVER_LIMIT)
         return int(self._counts[kernels.NUM_WANTED]) if is_over else 0
 
@@ -81,8 +81,7 @@ class EventApplier:
         at, again = first, True
         while again:
             at = int(kernels.apply_records(
-                at, records.num_events, max_blocks, self._block_size,
-                records.records, records.parents, records.engine_hashes, records.tokens,
+                at, records.num_events, max_blocks, self._block_size, records.bundle.words,
                 self._bundle_for(rank, hash_space),
             ))  # fmt: skip
             again = self._count(rank, hash_space, applied)
@@ -153,11 +152,11 @@ class EventApplier:
             self._scratch,
             np.frombuffer(self._payload, dtype=np.uint8),
             self._counts,
-            self._is_wanted,
+            self._query_waiting,
         )
 
     def _count(self, rank: Rank, hash_space: HashSpace, applied: ApplyResult) -> bool:
-        """Add up what a call has done; whether there was no room, and is now."""
+        """Add up what a call has done; whether arrays have grown, so that it can go on."""
         num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
         applied.num_stored += num_stored
         applied.num_removed += num_removed
@@ -168,7 +167,10 @@ class EventApplier:
         )
 
     def _make_room(self, rank: Rank, hash_space: HashSpace, num_blocks: int, comes: bool) -> bool:
-        """False if the bounds forbid that so many blocks come; they may always go."""
+        """Have arrays grow for so many blocks; False if the bounds forbid it.
+
+        Blocks that leave (`comes` is false) need room for runs, which is always given.
+        """
         holder = int(self._numbers.holder_of_tier(self._numbers.number_of(rank)).max())
         if not comes:
             self._block_store.reserve_runs(holder, num_blocks)

@@ -1,6 +1,7 @@
-"""Which blocks leave an index that is full: tails of runs that were not used for the longest time.
+"""Eviction from an index that is full: tails of the runs that were not used for the longest time.
 
-In:  the block store, how many blocks have to go.   Out: an Eviction, to be advanced like a clear.
+In:  the block store, how many blocks have to go.   Out: an Eviction, advanced in slices like a
+clear; counts of what went, and a filter of its engine hashes.
 
 A run gives up blocks from its end, down to the deepest one that another run follows; a chain is
 given up from its tail and its head stays longest. Runs whose parent nobody knows, left over from
@@ -10,16 +11,16 @@ removals in the middle of a chain, go first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.array_version import ArrayVersion
-from kvplug.index.block_store import BlockStore
-from kvplug.index.bounds import EvictedHashFilter, EvictionStats
+from kvplug.index.arrays import ArrayVersion
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.index.hash_table import HashTable
-from kvplug.index.sweeping import SpaceArrays, Sweep
+from kvplug.index.sweeping import Sweep
 from kvplug.kernels import evicting as kernels
 from kvplug.kernels import runs, sweeping
 
@@ -29,6 +30,8 @@ Mask = npt.NDArray[np.bool_]
 
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 _OLDEST = 2**32
+_MIN_WORDS = 64
+_WORDS_PER_HASH = 0.25  # 16 bits
 
 
 class _Cut(NamedTuple):
@@ -39,12 +42,61 @@ class _Cut(NamedTuple):
     num_blocks: I64
 
 
+@dataclass(slots=True)
+class EvictionStats:
+    """num_blocks, num_memberships: evicted so far, blocks and pairs of a block and a holder."""
+
+    num_blocks: int = 0
+    num_memberships: int = 0
+
+
+def _num_words(num_hashes: int) -> int:
+    return max(_MIN_WORDS, int(_WORDS_PER_HASH * num_hashes))
+
+
+class EvictedHashFilter:
+    """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
+
+    A store behind such a block is no sign of a lost event (kvplug/index/block_index.py).
+    """
+
+    def __init__(self) -> None:
+        self.words: U64 = np.zeros(0, dtype=np.uint64)
+        self._before: U64 = self.words
+        self._num_left = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of both filters."""
+        return int(self.words.nbytes + self._before.nbytes)
+
+    def nbytes_for(self, capacity: int) -> int:
+        """Bytes of memory after evictions from an index of so many blocks."""
+        return max(self.nbytes, 2 * 8 * _num_words(capacity))
+
+    def reserve(self, num_hashes: int, capacity: int) -> U64:
+        """A filter that takes as many more hashes."""
+        if self._num_left < num_hashes:
+            self._before = self.words
+            self.words = np.zeros(_num_words(max(capacity, num_hashes)), dtype=np.uint64)
+            self._num_left = max(capacity, num_hashes)
+        self._num_left -= num_hashes
+        return self.words
+
+    def __contains__(self, engine_hash: int) -> bool:
+        asked = np.uint64(engine_hash)
+        return any(
+            len(words) and kernels.is_remembered(words, asked)
+            for words in (self.words, self._before)
+        )
+
+
 class Eviction(Sweep):
     """`num_blocks` blocks leave by the time it is done; 0 if nothing can."""
 
     def __init__(
-        self, block_store: BlockStore, hash_spaces: Sequence[SpaceArrays], num_wanted: int, lost:
-        EvictionStats, evicted: EvictedHashFilter,
+        self, block_store: BlockStore, hash_spaces: Sequence[HashSpaceArrays], num_wanted: int,
+        lost: EvictionStats, evicted: EvictedHashFilter,
     ) -> None:  # fmt: skip
         super().__init__(block_store)
         self._hash_spaces, self._gone = hash_spaces, HashTable(ArrayVersion(is_tight=True))
@@ -62,7 +114,7 @@ class Eviction(Sweep):
         lost.num_blocks += self.num_blocks
         lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
         held.sets.num_held[:] -= held.sets.sum_by_holder(sets, cut.num_blocks)
-        kernels.cut_runs(cut.runs, cut.ends, held.runs.words, *held.sets.arrays)
+        kernels.cut_runs(cut.runs, cut.ends, held.bundle)
 
     def _run(self) -> Iterator[bool]:
         held, gone = self.block_store, self._gone.slots

@@ -1,4 +1,4 @@
-"""Blocks that a rank is taken to hold for a while, by what it was sent and not by what it said.
+"""Blocks that a rank is taken to hold for a while, because of what it was sent, not what it said.
 
 In:  a rank number and sequence hashes, at a time in seconds.   Out: longer prefixes per rank.
 
@@ -11,7 +11,8 @@ One class for two uses, with the time to live of each:
                  there, and is renewed with each request that has it.
 
 Entries expire in the order in which they were inserted or renewed. An overdue one never counts;
-its memory comes back bit by bit, as requests end and with later insertions.
+its memory comes back bit by bit, as requests end and with later insertions. They are no annotation
+of blocks: kvplug/index/block_annotation.py says why.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import expiring as kernels
+from kvplug.kernels.bundle import Bundle
 from kvplug.kernels.expiring import Ring
 
 U64 = npt.NDArray[np.uint64]
@@ -70,6 +72,7 @@ class ExpiringBlocks:
         self._links: I32 = np.zeros(0, dtype=np.int32)
         self._state: I64 = np.zeros(kernels.NUM_OF_RANK + _MIN_RANKS, dtype=np.int64)
         self._add_nodes(min(_MIN_NODES, capacity))
+        self._seen_version = -1
 
     def __len__(self) -> int:
         """Number of entries; overdue ones count until they are expired."""
@@ -96,6 +99,14 @@ class ExpiringBlocks:
         return self.table.slots, self._keys, self._deadlines, self._links, self._state
 
     @property
+    def bundle(self) -> U64:
+        """`arrays` as one argument of a kernel, good until one is replaced."""
+        if self._seen_version != self._version.count:
+            self._bundle = Bundle(*self.arrays)
+            self._seen_version = self._version.count
+        return self._bundle.words
+
+    @property
     def query_arrays(self) -> tuple[U64, F64, I64]:
         """Slots, deadlines and state: what kernels.expiring.extend reads."""
         return self.table.slots, self._deadlines, self._state
@@ -111,7 +122,7 @@ class ExpiringBlocks:
         self._state[kernels.NUM_LOST] += len(sequence_hashes) - len(hashes)
         self.reserve(rank_number, len(hashes))
         max_expired = len(hashes) + self.max_more_expired
-        kernels.insert(rank_number, now_s, self.ttl_s, max_expired, hashes, *self.arrays)
+        kernels.insert(rank_number, now_s, self.ttl_s, max_expired, hashes, self.bundle)
 
     def confirm(self, rank_number: int, sequence_hashes: U64) -> None:
         """The engine reported these blocks: the index knows them now."""
@@ -121,19 +132,18 @@ class ExpiringBlocks:
     def forget(self, rank_number: int) -> None:
         """The rank is gone or cleared."""
         if self._num_nodes_of(rank_number):
-            slots, keys, _, links, state = self.arrays
-            kernels.forget(rank_number, slots, keys, links, state)
+            kernels.forget(rank_number, self.bundle)
 
     def expire(self, now_s: float, max_entries: int = 4096) -> None:
         """Give back the memory of overdue entries, of the oldest ones if there are more."""
-        kernels.expire(now_s, max_entries, *self.arrays)
+        kernels.expire(now_s, max_entries, self.bundle)
 
     def extend(self, sequence_hashes: U64, depths: I64, now_s: float) -> I64:
         """int64[ranks]: each depth moved on over the entries that follow it."""
         if not len(self.table):
             return depths
         ends = depths.copy()
-        kernels.extend_depths(*self.query_arrays, now_s, sequence_hashes, ends)
+        kernels.extend_depths(now_s, sequence_hashes, self.bundle, ends)
         return ends
 
     def check(self) -> None:

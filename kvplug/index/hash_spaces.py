@@ -1,10 +1,9 @@
-"""Which engine hash space each rank is in.
+"""Hash spaces: ranks that give equal blocks equal engine hashes, and the table that they share.
 
-In:  ranks, engine hashes.   Out: sequence hashes; hash spaces with the bits of their holders.
+In:  ranks, engine hashes.   Out: sequence hashes; the arrays of a rank's hash space.
 
-Ranks begin in one common hash space, as engines of one kind give equal blocks equal engine hashes.
-One whose hashes disagree is moved into a hash space of its own, with the engine hashes of its
-blocks.
+All ranks begin in one common hash space, as engines of one kind agree. A rank whose engine hashes
+contradict the others' moves into a hash space of its own, with the engine hashes of its blocks.
 """
 
 from __future__ import annotations
@@ -16,16 +15,31 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, SequenceHash
-from kvplug.index.block_store import NO_ENGINE_HASHES, BlockStore
-from kvplug.index.hash_space import HashSpace
+from kvplug.index.arrays import ArrayVersion
+from kvplug.index.block_store import NO_ENGINE_HASHES, BlockStore, HashSpaceArrays
+from kvplug.index.hash_table import HashTable
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.kernels import checking
 
 U64 = npt.NDArray[np.uint64]
 
+_MIN_HASHES = 800
+
+
+class HashSpace:
+    """Its ranks, and their table, engine hash -> sequence hash."""
+
+    def __init__(self, version: ArrayVersion, slots: U64 | None = None) -> None:
+        self.ranks: set[Rank] = set()
+        self.table = HashTable(version, slots)
+        self.table.reserve(0 if slots is not None else _MIN_HASHES)
+
 
 class HashSpaces:
-    """len and iteration over those in use; add, remove, part; of, arrays_of, hash_of."""
+    """The hash space of each rank: add, remove, part; of, arrays_of, hash_of.
+
+    len and iteration are over those in use.
+    """
 
     def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
         self.numbers, self._block_store, self._version = numbers, block_store, block_store.version
@@ -90,25 +104,26 @@ class HashSpaces:
         self._version.count += 1
 
     def members_of(self, hash_space: HashSpace) -> U64:
-        """The holders of its ranks as bits; none at all if there is no other hash space."""
+        """uint64[words], the holders of its ranks as bits; NO_ENGINE_HASHES if all ranks are."""
         if len(hash_space.ranks) == len(self.numbers):
             return NO_ENGINE_HASHES
         return self._block_store.sets.mask_of(self.numbers.holders_of(hash_space.ranks))
 
-    def arrays_of(self, hash_space: HashSpace) -> tuple[U64, U64]:
-        """Slots and members, as kernels/residency.py wants them."""
+    def arrays_of(self, hash_space: HashSpace) -> HashSpaceArrays:
+        """Its arrays as they are now; they are replaced as the table or the fleet grows."""
         return hash_space.table.slots, self.members_of(hash_space)
 
     def hash_of(self, rank: Rank, engine_hash: int | None) -> SequenceHash | None:
-        """What the rank calls by an engine hash, None if nothing."""
+        """The sequence hash of what the rank calls by an engine hash, None if it is unknown."""
         if engine_hash is None:
             return None
         hash_ = int(self.of(rank).table.find(np.array([engine_hash], dtype=np.uint64))[0])
         return SequenceHash(hash_) if hash_ else None
 
     def part(self, rank: Rank) -> None:
-        """Into a hash space of its own, with its engine hashes; the others forget what only it
-        held.
+        """Move the rank into a hash space of its own, with its engine hashes.
+
+        The hash space that it leaves forgets those of blocks that only this rank held.
         """
         common, own = self.of(rank), HashSpace(self._version)
         engine_hashes, hashes = common.table.items()

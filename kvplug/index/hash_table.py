@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
-from kvplug.index.memory import zeros
+from kvplug.index.arrays import ArrayVersion, zeros
 from kvplug.kernels import table as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -18,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 
 _MIN_CAPACITY = 64
 # Growing a small table costs as much as storing, mostly in pages that are touched for the first
-# time (kvplug/index/memory.py): so it grows to 256 KiB, to one huge page, and only then by
+# time (kvplug/index/arrays.py): so it grows to 256 KiB, to one huge page, and only then by
 # little. Doubling instead took three times as long, from empty to 2 MiB.
 _STEPS = 2**14, kernels.LARGE
 _GROWTH = 1.15
@@ -119,6 +118,20 @@ class HashTable:
             ):
                 return step
         return max(int(self.capacity * _GROWTH), _least_capacity(needed))
+
+
+def require_sound(name: str, slots: U64) -> None:
+    """Raises IndexCorruptError if slots from a file are no table: kernels would leave them."""
+    if (
+        slots.dtype != np.uint64
+        or len(slots) < 4
+        or len(slots) % 2
+        or (slots[-2] >= len(slots) // 2 - 1)
+    ):
+        raise IndexCorruptError(f"{name} is no table")
+    num_filled = np.count_nonzero(slots[1:-2:2])
+    if num_filled != slots[-2]:
+        raise IndexCorruptError(f"{name} has {num_filled} entries and says {slots[-2]}")
 
 
 def _most_entries(capacity: int) -> int:

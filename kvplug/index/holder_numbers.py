@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, Tier
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.kernels.prefix_lengths import NUM_CLASSES
 
 I64 = npt.NDArray[np.int64]
@@ -39,7 +39,6 @@ class HolderNumbers:
         self._number_of: dict[Rank, int] = {}
         self._holder_of: dict[tuple[int, Tier], int] = {}
         self._holder_of_tier: dict[int, I64] = {}
-        # Holder -> (number of the rank that put the copies there, workers that can read them).
         self._pools: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._pools_of: dict[int, list[int]] = {}
         self.readers: I64 = np.zeros(0, dtype=np.int64)
@@ -122,6 +121,11 @@ class HolderNumbers:
             self.owner[holder] = _NOBODY
         self._list_readers()
         self._version.count += 1
+
+    @property
+    def pools(self) -> dict[int, tuple[int, tuple[str, ...]]]:
+        """Holder -> number of the rank that put the copies there, workers that can read them."""
+        return dict(self._pools)
 
     def pools_of(self, rank_number: int) -> list[int]:
         """The holder numbers of the rank's copies in pools."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.kernels import holders as kernels
 
 U64 = npt.NDArray[np.uint64]
@@ -22,7 +22,10 @@ _MAX_LOAD = 0.5
 
 
 class HolderSets:
-    """len(), reserve, mask_of, any_of; kernels change the arrays."""
+    """len(), reserve, mask_of, any_of; kernels change the arrays.
+
+    `version` counts when one of the arrays has become another one.
+    """
 
     def __init__(self, version: ArrayVersion | None = None) -> None:
         self.words = 1
@@ -71,14 +74,15 @@ class HolderSets:
         as_bits = np.unpackbits(self.bits.view(np.uint8)).reshape(-1, 64 * self.words)
         return np.asarray(as_bits.sum(axis=1, dtype=np.int64))
 
-    def reserve(self, holder: int, version: int) -> None:
-        """Make room for the holder's number and for as many new sets as runs may need.
+    def reserve(self, holder: int, num_changes: int) -> None:
+        """Make room for the holder's number and for the sets that so many changes may bring.
 
-        Each set in use, and the empty one, turns into at most one new set.
+        A change takes the holder into the set of a run, or out of it. So each set in use, and the
+        empty one, turns into at most one new set, however many runs change.
         """
         if holder >= 64 * self.words:
             self._widen(self._words_for(holder))
-        capacity = self._capacity_for(version)
+        capacity = self._capacity_for(num_changes)
         if capacity > self.capacity:
             self._grow(capacity)
 
@@ -87,17 +91,17 @@ class HolderSets:
         """How many numbers there are, the empty set's included."""
         return len(self.meta) // 2
 
-    def grown_nbytes(self, holder: int, version: int) -> int:
+    def grown_nbytes(self, holder: int, num_changes: int) -> int:
         """Bytes of memory that the arrays would have after `reserve`."""
-        capacity, words = self._capacity_for(version), self._words_for(holder)
+        capacity, words = self._capacity_for(num_changes), self._words_for(holder)
         return capacity * (8 * words + 16) + 4 * int(capacity / _MAX_LOAD)
 
     def _words_for(self, holder: int) -> int:
         fits = holder < 64 * self.words
         return self.words if fits else max(2 * self.words, holder // 64 + 1)
 
-    def _capacity_for(self, version: int) -> int:
-        needed = len(self) + min(version, len(self) + 1) + 2
+    def _capacity_for(self, num_changes: int) -> int:
+        needed = len(self) + min(num_changes, len(self) + 1) + 2
         return self.capacity if needed <= self.capacity else max(2 * self.capacity, needed)
 
     def any_of(self, holders: list[int]) -> Mask:

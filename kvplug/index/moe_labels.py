@@ -1,25 +1,37 @@
-"""Which expert the copy of a block belongs to, one label per rank and block.
+"""Which expert a rank's copies of a block belong to: one label per rank and block.
 
-In:  MoE labels of stored blocks, per rank number and sequence hash.   Out: how many of the leading
-blocks of a request carry a label.
+In:  stored events with MoE labels.   Out: how many of the leading blocks of a request carry a
+label, per rank.
 
     table   hash xor mark of the rank -> number of the label << 32 | rank number
 
-A label goes with the last copy that the rank has of the block. Labels are numbered on first use;
-numbers that no block has any more are given up when there are many.
+A label goes with the last copy that the rank has of the block, which kernels do not look for:
+while any block has a label, events are applied one by one. A later store without a label leaves
+it. Labels are numbered on first use; numbers that no block has any more are given up when there
+are many.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.events import MoeLabel
-from kvplug.index.array_version import ArrayVersion
+from kvplug.events import BlockStored, MoeLabel, Rank, Tier
+from kvplug.index.apply_result import ApplyResult
+from kvplug.index.arrays import ArrayVersion
+from kvplug.index.block_annotation import (
+    AnnotationState,
+    BlockAnnotation,
+    EventBlocks,
+    Stored,
+)
 from kvplug.index.block_store import BlockStore
 from kvplug.index.expiring import mark_of
-from kvplug.index.hash_table import HashTable
+from kvplug.index.hash_table import HashTable, require_sound
 from kvplug.index.holder_numbers import HolderNumbers
 
 U64 = npt.NDArray[np.uint64]
@@ -30,18 +42,26 @@ _LABEL_SHIFT, _RANK = np.uint64(32), np.uint64(2**32 - 1)
 _MIN_LABELS = 1024
 
 
-class MoeLabels:
-    """put, erase_gone, forget; num_aligned counts."""
+class MoeLabels(BlockAnnotation):
+    """num_aligned counts, label looks up; put and erase_gone change."""
+
+    name = "moe"
+    array_names: ClassVar[tuple[str, ...]] = ("table",)
 
     def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
-        self._numbers, self._block_store = numbers, block_store
+        super().__init__(numbers, block_store)
         self._number_of: dict[MoeLabel, int] = {}
         self._next, self._max_labels = 1, _MIN_LABELS
         self.table = HashTable(ArrayVersion(is_tight=True))
-        self.are_any = False  # may be True when the last one has just gone
 
     def __len__(self) -> int:
+        """Number of labelled blocks, counted for each rank."""
         return len(self.table)
+
+    @property
+    def needs_all_events(self) -> bool:
+        """While any block has a label: it goes with the last copy."""
+        return len(self.table) > 0
 
     @property
     def nbytes(self) -> int:
@@ -53,49 +73,53 @@ class MoeLabels:
         """How many labels have numbers."""
         return len(self._number_of)
 
-    def state(self) -> list[tuple[MoeLabel, int]]:
-        """Every label with its number."""
-        return list(self._number_of.items())
+    def concerns(self, event: Stored) -> bool:
+        """Those with a label."""
+        return isinstance(event, BlockStored) and event.moe is not None
 
-    def load(self, state: list[tuple[MoeLabel, int]], slots: U64) -> None:
-        """Be what other labels were."""
-        self._number_of, self.table = dict(state), HashTable(ArrayVersion(is_tight=True), slots)
-        self._next = 1 + max(self._number_of.values(), default=0)
-        self.are_any = len(self.table) > 0
+    def on_stored(self, blocks: EventBlocks, event: Stored, applied: ApplyResult) -> None:
+        """Label the blocks."""
+        assert isinstance(event, BlockStored)
+        assert event.moe is not None
+        self.put(blocks.rank_number, blocks.hashes, event.moe)
+
+    def on_removed(self, blocks: EventBlocks) -> None:
+        """Erase the labels of blocks that the rank has no copy of any more."""
+        self._erase_unheld(blocks.rank_number, blocks.hashes)
+
+    def on_clear(self, rank_number: int, tier: Tier | None) -> None:
+        """Erase the labels of blocks that the rank has in no other tier."""
+        if not len(self.table):
+            return
+        hashes = self._hashes_of(rank_number)
+        lost = self._numbers.holders(rank_number, tier)
+        kept = [each for each in self._numbers.holders(rank_number) if each not in lost]
+        gone = hashes[~self._block_store.which_held(hashes, kept)]
+        self.table.erase(gone ^ mark_of(rank_number))
+
+    def erase_gone(self) -> None:
+        """Erase the labels of blocks that their ranks have no copy of any more."""
+        for rank_number in self._rank_numbers():
+            self._erase_unheld(rank_number, self._hashes_of(rank_number))
 
     def put(self, rank_number: int, hashes: U64, label: MoeLabel) -> None:
         """The rank's copies of these blocks carry the label, those of them that it has."""
         held = hashes[self._is_held(rank_number, hashes)]
         value = self._value(self._number(label), rank_number)
         self.table.put(held ^ mark_of(rank_number), np.full(len(held), value))
-        self.are_any = len(self.table) > 0
 
-    def label(self, rank_number: int, sequence_hash: int) -> MoeLabel | None:
-        """The label of the rank's copy of a block, if it has one."""
-        key = np.array([sequence_hash], dtype=np.uint64) ^ mark_of(rank_number)
-        number = int(self.table.find(key)[0] >> _LABEL_SHIFT)
+    def label(self, rank: Rank, sequence_hash: int) -> MoeLabel | None:
+        """The label of the rank's copies of a block, None if they have none."""
+        mark = mark_of(self._numbers.number_of(rank))
+        found = self.table.find(np.array([sequence_hash], dtype=np.uint64) ^ mark)
+        number = int(found[0] >> _LABEL_SHIFT)
         return next((label for label, n in self._number_of.items() if n == number), None)
 
-    def erase_gone(self, rank_number: int, hashes: U64 | None = None) -> None:
-        """The rank may have lost its last copy of some of these blocks, or of any."""
-        self.are_any = len(self.table) > 0
-        if not self.are_any:
-            return
-        hashes = self._hashes_of(rank_number) if hashes is None else hashes
-        gone = hashes[~self._is_held(rank_number, hashes)]
-        self.table.erase(gone ^ mark_of(rank_number))
-
-    def forget(self, rank_number: int, but: list[int] | None = None) -> None:
-        """The rank loses its copies, all `but` those of these holders."""
-        self.are_any = len(self.table) > 0
-        if not self.are_any:
-            return
-        hashes = self._hashes_of(rank_number)
-        gone = hashes[~self._block_store.which_held(hashes, but or [])]
-        self.table.erase(gone ^ mark_of(rank_number))
-
     def num_aligned(self, hashes: U64, label: MoeLabel, depths: I64) -> I64:
-        """int64[ranks]: how many of each rank's first depths[rank] blocks carry the label."""
+        """int64[ranks]: how many of each rank's first depths[rank] blocks carry the label.
+
+        hashes: uint64[n], sequence hashes of a request; depths: int64[ranks], Overlap.held of it.
+        """
         number, counts = self._number_of.get(label), np.zeros(len(depths), dtype=np.int64)
         if number is None:
             return counts
@@ -111,9 +135,30 @@ class MoeLabels:
         _, values = self.table.items()
         if not np.isin(values >> _LABEL_SHIFT, list(self._number_of.values())).all():
             raise IndexCorruptError("labels: a label without a number")
-        for rank in np.unique(values & _RANK).tolist():
+        for rank in self._rank_numbers():
             if not self._is_held(rank, self._hashes_of(rank)).all():
                 raise IndexCorruptError("labels: a label of a block that the rank has not")
+
+    def save(self) -> AnnotationState:
+        """Labels with their numbers, and the table."""
+        return AnnotationState(list(self._number_of.items()), {"table": self.table.slots})
+
+    def load(self, state: AnnotationState) -> None:
+        """Be what other labels were."""
+        slots = state.arrays["table"]
+        require_sound("moe.table", slots)
+        self._number_of = dict(msgspec.convert(state.settings, list[tuple[MoeLabel, int]]))
+        self.table = HashTable(ArrayVersion(is_tight=True), slots)
+        self._next = 1 + max(self._number_of.values(), default=0)
+
+    def _rank_numbers(self) -> list[int]:
+        """The ranks that have labels."""
+        ranks: list[int] = np.unique(self.table.items()[1] & _RANK).tolist()
+        return ranks
+
+    def _erase_unheld(self, rank_number: int, hashes: U64) -> None:
+        gone = hashes[~self._is_held(rank_number, hashes)]
+        self.table.erase(gone ^ mark_of(rank_number))
 
     def _hashes_of(self, rank_number: int) -> U64:
         """Sequence hashes of the rank's blocks with labels."""

@@ -1,6 +1,6 @@
-"""Asking the block store what each rank holds of a request: one call of a kernel.
+"""What each rank holds of a request: the query and its answer, in one call of a kernel.
 
-In:  sequence hashes.   Out: Overlap.
+In:  sequence hashes, and who is behind the holders of a block store.   Out: Overlap, by rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from kvplug.hashing import Hashes
 from kvplug.index.block_store import BlockStore
-from kvplug.index.overlap import Overlap
 from kvplug.kernels import matching, prefix_lengths
 from kvplug.kernels.bundle import Bundle
 
@@ -31,9 +30,8 @@ def one_rank_per_holder(num_ranks: int) -> I64:
 
 
 def credits_of(classes: list[float], confidence: F64) -> F64:
-    """What a block is worth by the classes that a rank has it in, and the worth of each rank.
-
-    float64[NUM_MASKS + ranks]: a block counts by its best class.
+    """float64[NUM_MASKS + ranks]: what a block is worth by the classes of memory that a rank has it
+    in, as a mask, and then `confidence`, float64[ranks]. A block counts by its best class.
     """
     best = [
         max([credit for each, credit in enumerate(classes) if has & (1 << each)], default=0.0)
@@ -42,11 +40,73 @@ def credits_of(classes: list[float], confidence: F64) -> F64:
     return np.concatenate([best, confidence])
 
 
-class PrefixQuery:
-    """overlap, overlap_many.
+class Overlap:
+    """By rank number; all counts are of leading blocks without a gap. Rows are made when asked for.
 
-    Made anew when who is behind a holder has changed (owner, readers, credits:
-    kernels/prefix_lengths.py, Holders); arrays that grow are noticed.
+    depth: int64[ranks], held in any class of memory, or expected to be in a moment;
+    credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
+    on ranks of which not everything is known.
+    """
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, answer: I64) -> None:
+        self._answer = answer
+
+    @property
+    def _rows(self) -> I64:
+        return self._answer.reshape(matching.NUM_ROWS, len(self._answer) // matching.NUM_ROWS)
+
+    @property
+    def depth(self) -> I64:
+        """int64[ranks]."""
+        row: I64 = self._rows[matching.DEPTH]
+        return row
+
+    @property
+    def credit(self) -> F64:
+        """float64[ranks]."""
+        row: F64 = self._rows[matching.CREDIT].view(np.float64)
+        return row
+
+    @property
+    def prefix_lengths(self) -> I64:
+        """int64[NUM_SCOPES, ranks], by class of memory, nothing expected
+        (prefix_lengths.SCOPES).
+        """
+        return self._rows[: prefix_lengths.NUM_SCOPES]
+
+    @property
+    def device(self) -> I64:
+        """int64[ranks], on the rank's device."""
+        return np.asarray(self._rows[prefix_lengths.ON_DEVICE])
+
+    @property
+    def host(self) -> I64:
+        """int64[ranks], there or in host memory: `device` and its extension."""
+        return np.asarray(self._rows[prefix_lengths.IN_HOST])
+
+    @property
+    def disk(self) -> I64:
+        """int64[ranks], there or on disk: `host` and its extension."""
+        return np.asarray(self._rows[prefix_lengths.ON_DISK])
+
+    @property
+    def cxl_accessible(self) -> I64:
+        """int64[ranks], on the device, or in CXL pools that the rank can read."""
+        return np.asarray(self._rows[prefix_lengths.ON_DEVICE_OR_POOLED])
+
+    @property
+    def held(self) -> I64:
+        """int64[ranks], in any memory: `depth` without what is expected."""
+        return np.asarray(self._rows[prefix_lengths.ANY])
+
+
+class PrefixQuery:
+    """overlap, overlap_many of the index as it was at `seen_version`; made anew when that changes.
+
+    owner, readers, credits: who is behind each holder (kernels/prefix_lengths.py, Holders);
+    expected: ExpiringBlocks.query_arrays.
     """
 
     def __init__(
@@ -65,7 +125,7 @@ class PrefixQuery:
         )  # fmt: skip
 
     def new_rows(self) -> I64:
-        """Room for an answer of matching.overlap."""
+        """int64[NUM_ROWS * ranks], not filled yet: for an answer of matching.overlap."""
         return np.empty(self._size, dtype=_COUNT)
 
     def overlap(self, sequence_hashes: Hashes, now_s: float) -> Overlap:

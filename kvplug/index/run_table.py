@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.array_version import ArrayVersion
-from kvplug.index.memory import zeros
+from kvplug.index.arrays import ArrayVersion, zeros
 from kvplug.kernels import runs as kernels
 
 U64 = npt.NDArray[np.uint64]

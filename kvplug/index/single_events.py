@@ -1,7 +1,7 @@
 """Events one by one: whatever needs a decision, and forms that the kernels do not read.
 
-In:  an event of a rank.   Out: the block store, engine hashes and what is known besides, changed;
-counts.
+In:  an event of a rank.   Out: block store, engine hashes, speculative blocks and annotations
+changed; counts.
 
 What is not certain is refused and counted, never guessed (kvplug/index/apply_result.py).
 """
@@ -20,8 +20,6 @@ from kvplug.events import (
     BlockCopied,
     BlockRemoved,
     BlockStored,
-    CxlMetadata,
-    CxlStateTransition,
     EngineHash,
     Event,
     Rank,
@@ -29,37 +27,37 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, as_tokens, seed_of
-from kvplug.index.annotations import BlockAnnotations
+from kvplug.index.annotations import Annotations
 from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.block_annotation import EventBlocks, NamesBlocks
 from kvplug.index.block_store import BlockSpan
-from kvplug.index.capacity_guard import CapacityGuard
-from kvplug.index.cxl import RankBlocks
+from kvplug.index.bounds import CapacityGuard
+from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
-from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 
 U64 = npt.NDArray[np.uint64]
 
 
 class SingleEvents:
-    """apply, apply_packed."""
+    """apply, apply_packed.
+
+    `clear` takes a rank and a tier, None for all of them, and returns how many copies it dropped.
+    """
 
     def __init__(
         self,
         hasher: BlockHasher,
-        numbers: HolderNumbers,
         hash_spaces: HashSpaces,
         capacity_guard: CapacityGuard,
-        annotations: BlockAnnotations,
+        speculative: ExpiringBlocks,
+        annotations: Annotations,
         clear: Callable[[Rank, Tier | None], int],
     ) -> None:
-        self._hasher, self._numbers, self._hash_spaces = hasher, numbers, hash_spaces
-        self._capacity_guard, self._block_store, self._clear = (
-            capacity_guard,
-            capacity_guard.block_store,
-            clear,
-        )
-        self._speculative, self._cxl, self._labels = annotations
+        self._hasher, self._clear = hasher, clear
+        self._hash_spaces, self._numbers = hash_spaces, hash_spaces.numbers
+        self._capacity_guard, self._block_store = capacity_guard, capacity_guard.block_store
+        self._speculative, self._annotations = speculative, annotations
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         """Remember one event."""
@@ -72,8 +70,8 @@ class SingleEvents:
                 self._remove(rank, event, applied)
             case AllBlocksCleared():
                 applied.clear(self._clear(rank, event.tier), everything=event.tier is None)
-            case CxlStateTransition():
-                self._move(rank, event, applied)
+            case _:
+                self._annotate(rank, event, applied)
 
     def apply_packed(self, rank: Rank, event: PackedEvent, applied: ApplyResult) -> None:
         """Remember one packed event."""
@@ -94,9 +92,8 @@ class SingleEvents:
                     return applied.reject(RejectReason.MISALIGNED, len(event.engine_hashes))
                 seed = event.seed if parent is None else self._block_store.seed_of(parent)
                 engine_hashes, hashes = as_hashes(event.engine_hashes), as_hashes(event.hashes)
-                return self._hold(
-                    rank, event.tier, BlockSpan(hashes, parent or 0, seed, engine_hashes), applied
-                )
+                span = BlockSpan(hashes, parent or 0, seed, engine_hashes)
+                return self._hold(rank, event, span, applied)
 
     def _store(self, rank: Rank, event: BlockStored, applied: ApplyResult) -> None:
         num_blocks = len(event.block_hashes)
@@ -113,81 +110,81 @@ class SingleEvents:
         )
         if len(hashes) != num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
-        engine_hashes, num_stored = _as_u64(event.block_hashes), applied.num_stored
-        self._hold(rank, event.tier, BlockSpan(hashes, parent or 0, seed, engine_hashes), applied)
-        if applied.num_stored > num_stored and (event.cxl is not None or event.moe is not None):
-            self._annotate(self._blocks(rank, engine_hashes, hashes), event, applied)
-        return None
+        span = BlockSpan(hashes, parent or 0, seed, _as_u64(event.block_hashes))
+        return self._hold(rank, event, span, applied)
 
-    def _annotate(self, blocks: RankBlocks, event: BlockStored, applied: ApplyResult) -> None:
-        if event.cxl is not None:
-            self._cxl.store(blocks, event.tier, event.cxl, applied)
-        if event.moe is not None:
-            self._labels.put(blocks.rank_number, blocks.hashes, event.moe)
-
-    def _hold(self, rank: Rank, tier: Tier, span: BlockSpan, applied: ApplyResult) -> None:
+    def _hold(
+        self, rank: Rank, event: BlockStored | PackedStored, span: BlockSpan, applied: ApplyResult
+    ) -> None:
         number, num_blocks = self._numbers.number_of(rank), len(span.hashes)
-        holder, hash_space = self._numbers.holder(number, tier), self._hash_spaces.of(rank)
-        if not self._capacity_guard.make(hash_space, holder, span.hashes):
+        holder, hash_space = self._numbers.holder(number, event.tier), self._hash_spaces.of(rank)
+        if not self._capacity_guard.make_room(hash_space, holder, span.hashes):
             return applied.reject(RejectReason.INDEX_FULL, num_blocks)
         if span.parent and not self._block_store.table.find(_as_u64((span.parent,)))[0]:
             return applied.reject(RejectReason.PARENT_EVICTED, num_blocks)
         hash_space.table.reserve(num_blocks)
-        if (
-            self._block_store.store(holder, span, self._hash_spaces.arrays_of(hash_space))
-            is not None
-        ):
+        arrays = self._hash_spaces.arrays_of(hash_space)
+        if self._block_store.store(holder, span, arrays) is not None:
             self._speculative.confirm(number, span.hashes)
             applied.num_stored += num_blocks
+            if self._annotations.concern(event):
+                blocks = self._blocks(rank, span.engine_hashes, span.hashes)
+                self._annotations.on_stored(blocks, event, applied)
         elif len(hash_space.ranks) > 1 and len(np.unique(span.engine_hashes)) == num_blocks:
             # Its engine hashes are not the others': another algorithm, another seed.
             self._hash_spaces.part(rank)
-            self._hold(rank, tier, span, applied)
+            self._hold(rank, event, span, applied)
         else:
             applied.reject(RejectReason.CONFLICTING_HASH, num_blocks)
         return None
 
     def _copy(self, rank: Rank, event: BlockCopied, applied: ApplyResult) -> None:
-        """The engine hash stands for a content, which is known if a rank here holds the block."""
-        hashes = self._hash_spaces.of(rank).table.find(_as_u64(event.block_hashes))
-        known = hashes[hashes != 0]
-        number = self._numbers.number_of(rank)
-        self._block_store.copy(self._numbers.holder(number, event.tier), known)
-        applied.num_stored += len(known)
-        applied.reject(RejectReason.NO_TOKENS, len(hashes) - len(known))
+        """An engine hash stands for one content, known if a rank of the hash space holds it."""
+        engine_hashes = _as_u64(event.block_hashes)
+        hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
+        blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
+        num_known = len(blocks.hashes)
+        holder = self._numbers.holder(blocks.rank_number, event.tier)
+        self._block_store.copy(holder, blocks.hashes)
+        applied.num_stored += num_known
+        applied.reject(RejectReason.NO_TOKENS, len(hashes) - num_known)
+        if self._annotations.concern(event):
+            self._annotations.on_stored(blocks, event, applied)
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: ApplyResult) -> None:
         number, hash_space = self._numbers.number_of(rank), self._hash_spaces.of(rank)
-        engine_hashes, holder = (
-            _as_u64(event.block_hashes),
+        holder, engine_hashes = (
             self._numbers.holder(number, event.tier),
+            _as_u64(event.block_hashes),
         )
-        hashes = hash_space.table.find(engine_hashes) if len(self._labels) else engine_hashes[:0]
-        num_had = self._block_store.drop_engine_hashes(
-            holder, engine_hashes, self._hash_spaces.arrays_of(hash_space)
-        )
-        self._labels.erase_gone(number, hashes)
+        # With the last copy in a hash space goes the engine hash: look before.
+        hashes = hash_space.table.find(engine_hashes) if self._annotations.need_all_events else None
+        arrays = self._hash_spaces.arrays_of(hash_space)
+        num_had = self._block_store.drop_engine_hashes(holder, engine_hashes, arrays)
         applied.num_removed += num_had
         applied.reject(RejectReason.UNKNOWN_BLOCK, len(engine_hashes) - num_had)
+        if hashes is not None:
+            is_known = hashes != 0
+            blocks = self._blocks(rank, engine_hashes[is_known], hashes[is_known])
+            self._annotations.on_removed(blocks)
 
     def _why_unknown(self, parent: int) -> RejectReason:
         # A parent that the index gave up itself is no sign of a lost event.
         is_lost = parent in self._capacity_guard.evicted_hashes
         return RejectReason.PARENT_EVICTED if is_lost else RejectReason.UNKNOWN_PARENT
 
-    def _move(self, rank: Rank, event: CxlStateTransition, applied: ApplyResult) -> None:
+    def _annotate(self, rank: Rank, event: NamesBlocks, applied: ApplyResult) -> None:
+        """An event that only an annotation understands."""
         engine_hashes = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
         hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
         applied.reject(RejectReason.UNKNOWN_BLOCK, int((hashes == 0).sum()))
         blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
-        said = CxlMetadata(event.new_state, event.pool_id, event.accessible_workers)
         self._speculative.confirm(blocks.rank_number, blocks.hashes)
-        self._cxl.move(blocks, said, applied)
-        self._labels.erase_gone(blocks.rank_number, blocks.hashes)
+        self._annotations.on_event(blocks, event, applied)
 
-    def _blocks(self, rank: Rank, engine_hashes: U64, hashes: U64) -> RankBlocks:
+    def _blocks(self, rank: Rank, engine_hashes: U64, hashes: U64) -> EventBlocks:
         hash_space = partial(self._hash_spaces.arrays_of, self._hash_spaces.of(rank))
-        return RankBlocks(self._numbers.number_of(rank), engine_hashes, hashes, hash_space)
+        return EventBlocks(self._numbers.number_of(rank), engine_hashes, hashes, hash_space)
 
     def _namespace_seed(self, event: BlockStored, parent: SequenceHash | None) -> int:
         # Real vLLM (0.32) names the salt of a prompt with its first chunk only.

@@ -2,13 +2,15 @@
 
 In:  a BlockIndex.   Out: a file (kvplug/index/snapshot_file.py), and an equal BlockIndex from it.
 
-The file has the arrays of the index as they are, and in its settings who is behind the numbers in
-them. What expires by itself (speculative blocks) and what the bounds gave up is not in it. What is
-read is checked as `BlockIndex.check()` does before anybody gets it.
+The file has the arrays of the index as they are, its settings say who is behind the numbers in
+them, and each annotation adds its own (docs/snapshot-format.md, "What an index writes"). What
+expires by itself (speculative blocks) and what the bounds gave up are not in it. What is read is
+checked as `BlockIndex.check()` does before anybody gets it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError, IndexCorruptError, SnapshotError
-from kvplug.events import MoeLabel, Rank
+from kvplug.events import Rank
 from kvplug.index import snapshot_file
+from kvplug.index.annotations import ANNOTATIONS
+from kvplug.index.block_annotation import BlockAnnotation
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
-from kvplug.index.pools import Placement
+from kvplug.index.hash_table import require_sound
 from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -31,38 +35,31 @@ Arrays = dict[str, npt.NDArray[Any]]
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A placement in a CXL pool (kvplug/index/pools.py), and the holder of copies there."""
+LAYOUT = 2
+"""Of the settings and arrays of an index; in layout 1 annotations were part of the index."""
 
+
+class _Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """holder: of a rank's copies that the workers can read, too."""
+
+    holder: int
     rank: int
-    pool_id: int | None
-    workers: list[str] | None
-    holder: int | None
-
-    @property
-    def placement(self) -> Placement:
-        """In the index's words."""
-        workers = None if self.workers is None else tuple(self.workers)
-        return Placement(self.rank, self.pool_id, workers)
-
-
-class _Label(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    label: MoeLabel
-    number: int
+    workers: tuple[str, ...]
 
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """ranks: by number, None for one that is free; hash spaces: the ranks of each, of which number
-    `common` takes new ranks; places and labels: by number, and with their numbers.
+    """ranks, confidence: by number, ranks None where one is free; hash_spaces: the ranks of each,
+    of which number `common` takes new ranks; annotations: what each one says of itself.
     """
 
+    layout: int
     block_size: int
     ranks: list[Rank | None]
     confidence: list[float]
     hash_spaces: list[list[Rank]]
     common: int
-    places: list[_Place | None]
-    labels: list[_Label]
+    pools: list[_Pool]
+    annotations: dict[str, Any]
 
 
 class Snapshot:
@@ -73,24 +70,26 @@ class Snapshot:
         # Queries write down in it which runs they have used.
         self._arrays["runs"] = self._arrays["runs"].copy()
         self._arrays["owner"] = index.numbers.owner
-        self._arrays["cxl"], self._arrays["cxl_ring"] = index.cxl.states.arrays
-        self._arrays["labels"] = index.labels.table.slots
-        hash_spaces = index.hash_spaces.all
-        for number, hash_space in enumerate(hash_spaces):
-            self._arrays[f"names{number}"] = hash_space.table.slots
+        hash_spaces, pools = index.hash_spaces.all, index.numbers.pools
+        for name, hash_space in zip(_table_names(len(hash_spaces)), hash_spaces, strict=True):
+            self._arrays[name] = hash_space.table.slots
+        annotations, arrays = index.annotations.save()
+        self._arrays.update(arrays)
         self._settings = _Settings(
+            layout=LAYOUT,
             block_size=index.block_size,
             ranks=list(index.numbers.ranks),
             confidence=index.confidence.tolist(),
             hash_spaces=[sorted(hash_space.ranks) for hash_space in hash_spaces],
             common=hash_spaces.index(index.hash_spaces.common),
-            places=[_place(each) for each in index.cxl.placements.state()],
-            labels=[_Label(*each) for each in index.labels.state()],
+            pools=[_Pool(holder, *behind) for holder, behind in pools.items()],
+            annotations=annotations,
         )
 
     def write(self, path: Path) -> None:
         """Put the file in place; SnapshotError if that cannot be, and a former file stays."""
-        snapshot_file.write(path, self._arrays, msgspec.to_builtins(self._settings))
+        settings = msgspec.json.decode(msgspec.json.encode(self._settings))
+        snapshot_file.write(path, self._arrays, settings)
 
 
 def save(index: BlockIndex, path: Path) -> None:
@@ -103,52 +102,67 @@ def restore(
     *,
     bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     speculative_ttl_s: float = 2.0,
+    annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
 ) -> BlockIndex:
-    """The index that was saved; SnapshotError for a file that is not whole, not ours, not sound."""
+    """The index that was saved; SnapshotError for a file that is not whole, not ours, not sound.
+
+    An annotation that the file does not have is empty; one that only the file has is refused.
+    """
     file = snapshot_file.read(path)
     try:
+        _require_layout(file)
         settings = msgspec.convert(file.settings, _Settings)
         _require_sound(settings, file.arrays)
-        index = BlockIndex(settings.block_size, speculative_ttl_s=speculative_ttl_s, bounds=bounds)
+        index = BlockIndex(
+            settings.block_size,
+            speculative_ttl_s=speculative_ttl_s,
+            bounds=bounds,
+            annotations=annotations,
+        )
         _fill(index, settings, file.arrays)
         index.check()
-    except (msgspec.ValidationError, ConfigError, IndexCorruptError) as error:
+    except (msgspec.ValidationError, ConfigError, IndexCorruptError, SnapshotError) as error:
         raise SnapshotError(f"cannot restore an index from {path}: {error}") from error
     return index
 
 
-def _place(state: tuple[Placement, int | None] | None) -> _Place | None:
-    if state is None:
-        return None
-    (rank_number, pool_id, workers), holder = state
-    return _Place(rank_number, pool_id, None if workers is None else list(workers), holder)
+def _table_names(num_hash_spaces: int) -> list[str]:
+    return [f"engine_hashes{number}" for number in range(num_hash_spaces)]
 
 
 def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
-    places = [place for place in settings.places if place is not None]
-    pools = {p.holder: (p.rank, tuple(p.workers or ())) for p in places if p.holder is not None}
+    pools = {pool.holder: (pool.rank, pool.workers) for pool in settings.pools}
     index.numbers.load(settings.ranks, arrays["owner"], pools)
-    index.cxl.placements.load(
-        [None if place is None else (place.placement, place.holder) for place in settings.places]
-    )
-    index.cxl.states.load(arrays["cxl"], arrays["cxl_ring"])
-    index.labels.load([(each.label, each.number) for each in settings.labels], arrays["labels"])
     index.block_store.load([arrays[name] for name in ARRAYS])
-    names = [arrays[f"names{number}"] for number in range(len(settings.hash_spaces))]
-    index.hash_spaces.load(settings.hash_spaces, names, settings.common)
+    tables = [arrays[name] for name in _table_names(len(settings.hash_spaces))]
+    index.hash_spaces.load(settings.hash_spaces, tables, settings.common)
+    of_annotations = {name: array for name, array in arrays.items() if "." in name}
+    index.annotations.load(settings.annotations, of_annotations)
     index.confidence = np.array(settings.confidence, dtype=np.float64)
+
+
+def _require_layout(file: snapshot_file.SnapshotFile) -> None:
+    layout = file.settings.get("layout", 1)  # the first one had no number
+    if layout != LAYOUT:
+        raise SnapshotError(
+            f"expected an index of layout {LAYOUT}, got layout {layout} of kvplug "
+            f"{file.kvplug_version}"
+        )
 
 
 def _require_sound(settings: _Settings, arrays: Arrays) -> None:
     """Whatever a kernel takes for a position is one; IndexCorruptError if not."""
-    names = [f"names{number}" for number in range(len(settings.hash_spaces))]
-    expected = {*ARRAYS, "owner", "cxl", "cxl_ring", "labels", *names}
-    _require(set(arrays) == expected, f"expected the arrays {sorted(expected)}")
+    tables = _table_names(len(settings.hash_spaces))
+    expected = {*ARRAYS, "owner", *tables}
+    _require(
+        {name for name in arrays if "." not in name} == expected,
+        f"expected the arrays {sorted(expected)}",
+    )
     for name, array in arrays.items():
         dtype = {"intern": "uint32", "header": "int64", "owner": "int64"}.get(name, "uint64")
         _require(array.dtype == dtype, f"expected {dtype} in {name}, got {array.dtype}")
-    for name in ("table", "copies", "cxl", "labels", *names):
-        _require_table(name, arrays[name])
+    for name in ("table", "copies", *tables):
+        require_sound(name, arrays[name])
     _require_runs(arrays)
     _require_sets(arrays)
     _require_holders(settings, arrays)
@@ -157,13 +171,6 @@ def _require_sound(settings: _Settings, arrays: Arrays) -> None:
 def _require(is_sound: bool | np.bool_, message: str) -> None:
     if not is_sound:
         raise IndexCorruptError(message)
-
-
-def _require_table(name: str, slots: U64) -> None:
-    is_sound = len(slots) >= 4 and len(slots) % 2 == 0 and slots[-2] < len(slots) // 2 - 1
-    _require(is_sound, f"{name} is no table")
-    num_filled = np.count_nonzero(slots[1:-2:2])
-    _require(num_filled == slots[-2], f"{name} has {num_filled} entries and says {slots[-2]}")
 
 
 def _require_runs(arrays: Arrays) -> None:
@@ -206,10 +213,9 @@ def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     _require(0 <= settings.common < len(settings.hash_spaces), "no hash space takes new ranks")
     _require((owner < prefix_lengths.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
     pools = sorted(np.flatnonzero(owner < -1).tolist())
-    places = [place for place in settings.places if place is not None]
-    known_pools = sorted(place.holder for place in places if place.holder is not None)
+    known_pools = sorted(pool.holder for pool in settings.pools)
     _require(pools == known_pools, "pools and their holders do not pair up")
-    _require(all(0 <= place.rank < num_ranks for place in places), "a pool is nobody's")
+    _require(all(0 <= pool.rank < num_ranks for pool in settings.pools), "a pool is nobody's")
     words = int(arrays["header"][holders.WORDS])
     held = np.bitwise_or.reduce(arrays["bits"].reshape(-1, words), axis=0)
     bits = np.unpackbits(held.view(np.uint8), bitorder="little")

@@ -1,12 +1,13 @@
-"""Many blocks out of the index in slices, so that queries can come in between.
+"""Many blocks leave the index in slices, so that queries can come in between.
 
-In:  holders to be forgotten, or runs to be cut short (kvplug/index/evicting.py).
-Out: the block store and hash spaces without their blocks.
+In:  holders to be cleared; kvplug/index/evicting.py shares the sweep.
+Out: block store and hash spaces without their blocks.
 
-    clear     the holders leave the sets of all runs         a step per run
-    sweep     blocks that no run claims leave the table      a step per slot, if there are any
-              engine hashes of blocks that nobody of the hash space has  a step per slot
-              counts of copies that nobody has               a step per slot, if there are any
+    clear     the holders leave the sets of all runs           a step per run
+    sweep     blocks that no run has leave the table           a step per slot, if there are any
+              engine hashes of blocks that no rank of the
+              hash space has leave its table                   a step per slot
+              counts of copies that nobody has go              a step per slot, if there are any
 
 Between two slices queries find what is left, and nothing else may change the index.
 """
@@ -19,14 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.index.block_store import BlockStore
+from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.kernels import sweeping as kernels
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
-SpaceArrays = tuple[U64, U64]
-"""Slots and members of a hash space (kvplug/index/block_store.py)."""
-
 _EVERYTHING = 2**62
 
 
@@ -49,7 +47,7 @@ class Sweep(ABC):
 
     @abstractmethod
     def _run(self) -> Iterator[bool]:
-        """Yields False where it pauses."""
+        """Does the work, and yields False where the budget is used up, True at the end."""
 
     def _pass(
         self, num_steps: int, step: Callable[[int, int], object], at: int = 0
@@ -65,26 +63,24 @@ class Sweep(ABC):
 
     def _sweep_copies(self) -> Iterator[bool]:
         held = self.block_store
-        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
-        copies = held.copies.slots
         if len(held.copies):
             yield from self._pass(
                 held.copies.capacity,
-                lambda first, last: kernels.sweep_copies(first, last, *arrays, copies),
+                lambda first, last: kernels.sweep_copies(first, last, held.bundle),
             )
 
 
 class Clearing(Sweep):
-    """The holders have nothing any more; `num_dropped` copies are gone by then.
+    """The holders have nothing any more once it is done; `num_dropped` counts their copies so far.
 
-    `hash space` is the one of their ranks.
+    `hash_space` is that of their rank.
     """
 
     def __init__(
-        self, block_store: BlockStore, hash_space: SpaceArrays, holders: Sequence[int]
+        self, block_store: BlockStore, hash_space: HashSpaceArrays, holders: Sequence[int]
     ) -> None:
         super().__init__(block_store)
-        self._names, self._members = hash_space
+        self._slots, self._members = hash_space
         # A number that no set has room for yet is in none.
         holders = [holder for holder in holders if holder < 64 * block_store.sets.words]
         self._holders: I64 = np.array(holders, dtype=np.int64)
@@ -117,9 +113,7 @@ class Clearing(Sweep):
         while at < held.runs.capacity:
             held.sets.reserve(0, 1)
             last = min(at + self._budget, held.runs.capacity)
-            end = kernels.cut_holders(
-                at, last, self._holders, held.runs.words, *held.sets.arrays, self._counts
-            )
+            end = kernels.cut_holders(at, last, self._holders, held.bundle, self._counts)
             self._budget -= int(end) - at
             at = int(end)
             if self._budget <= 0:
@@ -127,10 +121,9 @@ class Clearing(Sweep):
 
     def _sweep_engine_hashes(self) -> Iterator[bool]:
         held = self.block_store
-        arrays = held.table.slots, held.runs.words, held.sets.bits, held.sets.header
         yield from self._pass(
-            len(self._names) // 2 - 1,
+            len(self._slots) // 2 - 1,
             lambda first, last: kernels.sweep_engine_hashes(
-                first, last, *arrays, self._members, self._names
+                first, last, self._slots, self._members, held.bundle
             ),
         )

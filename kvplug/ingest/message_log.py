@@ -1,17 +1,22 @@
-"""The messages of a stream that wait, and those that were applied last.
+"""The messages of a stream on their way: those that wait, those that were applied last, and what
+applying them did.
 
-In:  messages.   Out: the same, later; and whether a message was applied before.
+In:  messages.   Out: the same, later; whether a message was applied before; an Effect.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from typing import Final, Protocol
 
 import xxhash
 
+from kvplug.index.apply_result import RejectReason
 from kvplug.transports.base import Message
 
+_REPAIRABLE: Final = frozenset({RejectReason.UNKNOWN_PARENT.value, "undecodable"})
 _NUM_DIGESTS: Final = 1024
 # What a message without a payload takes in memory.
 _MESSAGE_OVERHEAD_BYTES: Final = 200
@@ -109,3 +114,30 @@ class RecentDigests:
 
 def _digest(message: Message) -> int:
     return xxhash.xxh3_64_intdigest(message.payload)
+
+
+@dataclass(slots=True)
+class Effect:
+    """What payloads did to what is known of an engine.
+
+    cleared: the engine dropped everything, so what was missed before no longer matters;
+    defects: by reason, what came after that (or at all) and leaves blocks unknown.
+    """
+
+    cleared: bool = False
+    defects: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_repairable(self) -> bool:
+        """Whether a replay may help: what came before was lost or damaged on the way."""
+        return bool(self.defects.keys() & _REPAIRABLE)
+
+
+class Sink(Protocol):
+    """Where payloads go."""
+
+    def apply(self, payloads: list[bytes]) -> Effect:
+        """Apply them in order."""
+
+    def clear(self) -> None:
+        """Forget all that the publisher said."""

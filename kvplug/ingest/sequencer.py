@@ -30,8 +30,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvplug.ingest import trust
-from kvplug.ingest.applier import Sink
-from kvplug.ingest.message_log import PendingMessages, RecentDigests
+from kvplug.ingest.message_log import PendingMessages, RecentDigests, Sink
 from kvplug.ingest.replay import ReplayRequest, ReplaySchedule, ReplaySettings
 from kvplug.ingest.trust import TrustState
 from kvplug.transports.base import Message

@@ -1,12 +1,12 @@
 """Blocks of live requests, per rank.
 
 In:  the sequence hashes of a whole prompt, the number of the rank that it is on.
-Out: the table changed; how many blocks came into use or went out of it; a shared prefix.
+Out: the table changed; how many blocks came into use or went out of use; a shared prefix.
 
     slots   sequence hash xor the mark of the rank -> how many live requests have the block
 
-A request enters all of its blocks, so a block in use has its whole prefix in use, and how much a
-new request shares with those of a rank is found by halving. Reference: a Counter per rank
+A request enters all of its blocks, so a block in use has its whole prefix in use: how much a new
+request shares with those of a rank is found by bisection. Reference: a Counter per rank
 (tests/kernels/test_active_blocks.py).
 """
 
@@ -16,12 +16,12 @@ import numpy.typing as npt
 from kvplug.kernels._jit import i8, inlined, kernel, reads, u8, void, writes
 from kvplug.kernels.holders import mark_of
 from kvplug.kernels.table import (
-    NUM_TOUCHED,
+    NUM_PREFETCHED,
     capacity_of,
     count_up,
     erase_slot,
     find_slot,
-    touch,
+    prefetch_key,
     value_of,
 )
 
@@ -33,11 +33,13 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 @inlined
-def _touch_ahead(slots: U64, hashes: U64, i: Index, mark: np.uint64, capacity: np.uint64) -> None:
-    """Have the slots of later blocks on their way from memory, at the start of all of a window."""
-    last = min(len(hashes), i + NUM_TOUCHED + 1)
-    for later in range(0 if i == 0 else i + NUM_TOUCHED, last):
-        touch(slots, hashes[later] ^ mark, capacity)
+def _prefetch_ahead(
+    slots: U64, hashes: U64, i: Index, mark: np.uint64, capacity: np.uint64
+) -> None:
+    """Prefetch the slots of later blocks: of a whole window at the start, then of one at a time."""
+    last = min(len(hashes), i + NUM_PREFETCHED + 1)
+    for later in range(0 if i == 0 else i + NUM_PREFETCHED, last):
+        prefetch_key(slots, hashes[later] ^ mark, capacity)
 
 
 @inlined
@@ -45,7 +47,7 @@ def add(slots: U64, hashes: U64, rank: Index) -> Index:
     """One more request has these blocks; returns how many nobody on the rank had. There is room."""
     mark, capacity, num_before = mark_of(rank), capacity_of(slots), slots[len(slots) - 2]
     for i in range(len(hashes)):
-        _touch_ahead(slots, hashes, i, mark, capacity)
+        _prefetch_ahead(slots, hashes, i, mark, capacity)
         count_up(slots, hashes[i] ^ mark, _0)
     return np.int64(slots[len(slots) - 2] - num_before)
 
@@ -76,7 +78,7 @@ def leave(slots: U64, hashes: U64, rank: Index) -> Index:
     """A request that has these blocks is over; returns how many no other on the rank has."""
     mark, capacity, num_gone = mark_of(rank), capacity_of(slots), 0
     for i in range(len(hashes)):
-        _touch_ahead(slots, hashes, i, mark, capacity)
+        _prefetch_ahead(slots, hashes, i, mark, capacity)
         at = find_slot(slots, hashes[i] ^ mark, capacity)
         if slots[_2 * at + _1] == _1:
             erase_slot(slots, at, capacity)

@@ -2,9 +2,11 @@
 
 In:  records of plain events (kernels/wire.py) or packed events (kvplug/packed.py), and every array
      of the index.   Out: the arrays changed as kvplug/index/block_index.py changes them event by
-event, and how far it came. An event that needs a decision (an unknown parent, names that conflict,
-a clear, another block size, a form that is not read here) or more room is not begun: the caller
-does what it takes and calls again.
+     event, and how far it came.
+
+An event that needs a decision (an unknown parent, conflicting engine
+hashes, a clear, another block size, a form that is not read here) or more room is not begun: the
+caller does what it takes and calls again.
 
 Made of parts of other kernel files: a step per file would pass over the blocks of an event five
 times and cross from Python as often. Reference: BlockIndex.apply.
@@ -16,21 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.kernels import msgpack, packed, runs, wire
-from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u4, u8
-from kvplug.kernels.bundle import i64_of, u1_of, u32_of, u64_of
+from kvplug.kernels._jit import i8, inlined, kernel, load_u64, reads, u8
+from kvplug.kernels.bundle import i64_of, u1_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.remove import NOT_HELD, can_remove, nothing_left, remove_from_holder
-from kvplug.kernels.residency import Blocks, SpaceArrays, hash_of
+from kvplug.kernels.residency import NUM_ARRAYS, Blocks, SpaceArrays, blocks_of, hash_of
 from kvplug.kernels.store import can_store, claim, hold
 from kvplug.kernels.table import (
-    NUM_TOUCHED,
+    NUM_PREFETCHED,
     capacity_of,
     delete,
     num_entries,
     num_over_limit,
-    touch,
-    touch_next,
-    touch_slots,
+    prefetch_first,
+    prefetch_key,
+    prefetch_next,
     value_of,
 )
 
@@ -50,12 +52,12 @@ _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
 REMOVED_SHIFT = 31
 STORED_MASK = 2**REMOVED_SHIFT - 1
 _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
-# The arrays of a bundle (kernels/bundle.py). OF_RANK has, in a word each: the rank's mark in the
-# table of expected blocks, and its holder in each tier, -1 for none.
-(
-    TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, SPACE_SLOTS, MEMBERS, EXPECTED, OF_RANK,
-    SCRATCH, PAYLOAD, COUNTS, IS_WANTED,
-) = range(15)  # fmt: skip
+# The arrays of a bundle (kernels/bundle.py) behind those of the block store. EXPECTED: the table of
+# kernels/expiring.py. OF_RANK has, in a word each: the rank's mark in that table, and its holder in
+# each tier, -1 for none. IS_WANTED[0]: whether another thread waits for the index.
+SPACE_SLOTS, MEMBERS, EXPECTED, OF_RANK, SCRATCH, PAYLOAD, COUNTS, IS_WANTED = range(
+    NUM_ARRAYS, NUM_ARRAYS + 8
+)
 
 
 class _Scratch(NamedTuple):
@@ -75,6 +77,15 @@ class _Index(NamedTuple):
     mark: np.uint64
 
 
+class _Record(NamedTuple):
+    """The words of a record (kernels/wire.py), and the parts that they count."""
+
+    words: I64
+    parent: np.uint64
+    engine_hashes: U64
+    tokens: U32
+
+
 @inlined
 def _scratch(bundle: U64) -> _Scratch:
     words = u64_of(bundle, SCRATCH)
@@ -84,12 +95,9 @@ def _scratch(bundle: U64) -> _Scratch:
 
 @inlined
 def _index(bundle: U64) -> _Index:
-    blocks = Blocks(
-        u64_of(bundle, TABLE), u64_of(bundle, COPIES), u64_of(bundle, RUNS), u64_of(bundle, BITS),
-        u64_of(bundle, META), u32_of(bundle, INTERN), i64_of(bundle, HEADER),
-    )  # fmt: skip
     space = SpaceArrays(u64_of(bundle, SPACE_SLOTS), u64_of(bundle, MEMBERS))
-    return _Index(blocks, space, u64_of(bundle, EXPECTED), u64_of(bundle, OF_RANK)[0])
+    mark = u64_of(bundle, OF_RANK)[0]
+    return _Index(blocks_of(bundle), space, u64_of(bundle, EXPECTED), mark)
 
 
 @inlined
@@ -136,13 +144,13 @@ def _drop(index: _Index, holder: Index, engine_hashes: U64, hashes: U64) -> Inde
     num_removed = 0
     last = nothing_left()
     blocks, slots = index.blocks, index.space.slots
-    touch_slots(slots, engine_hashes)
+    prefetch_first(slots, engine_hashes)
     for i in range(len(engine_hashes)):
-        touch_next(slots, engine_hashes, i, capacity_of(slots))
+        prefetch_next(slots, engine_hashes, i, capacity_of(slots))
         hashes[i] = hash_of(index.space, engine_hashes[i])
-    touch_slots(blocks.table, hashes)
+    prefetch_first(blocks.table, hashes)
     for i in range(len(engine_hashes)):
-        touch_next(blocks.table, hashes, i, capacity_of(blocks.table))
+        prefetch_next(blocks.table, hashes, i, capacity_of(blocks.table))
         if hashes[i] != _0:
             became, last = remove_from_holder(
                 blocks, index.space, engine_hashes[i], hashes[i], holder, last
@@ -172,69 +180,80 @@ def _count_removed(num_blocks: Index, num_removed: Index, out_counts: I64) -> No
 
 
 @inlined
+def _record_of(events: wire.Events, number: Index) -> _Record:
+    words = events.records[wire.RECORD_WIDTH * number : wire.RECORD_WIDTH * (number + 1)]
+    first, token = words[wire.FIRST_ENGINE_HASH], words[wire.FIRST_TOKEN]
+    engine_hashes = events.engine_hashes[first : first + words[wire.NUM_ENGINE_HASHES]]
+    tokens = events.tokens[token : token + words[wire.NUM_TOKENS]]
+    return _Record(words, events.parents[number], engine_hashes, tokens)
+
+
+@inlined
+def _is_plain(words: I64, block_size: Index) -> bool:
+    """Whether a record removes blocks, or stores some of the index's size."""
+    is_stored = words[wire.KIND] == wire.STORED and words[wire.BLOCK_SIZE] == block_size
+    return bool(is_stored or words[wire.KIND] == wire.REMOVED)
+
+
+@inlined
 def _store_record(
-    index: _Index, record: I64, parent_engine_hash: np.uint64, engine_hashes: U64, tokens: U32,
-    holder: Index, scratch: _Scratch, out_counts: I64,
-) -> bool:  # fmt: skip
+    index: _Index, record: _Record, holder: Index, scratch: _Scratch, out_counts: I64
+) -> bool:
     """As _hold, for a record."""
-    n, parent, seed = len(engine_hashes), _0, _BASE_SEED
-    if record[wire.HAS_PARENT] != 0:
-        parent = hash_of(index.space, parent_engine_hash)
+    n, parent, seed = len(record.engine_hashes), _0, _BASE_SEED
+    if record.words[wire.HAS_PARENT] != 0:
+        parent = hash_of(index.space, record.parent)
         if parent == _0:
             return _stop(NEEDS_DECISION, n, out_counts)
         run = runs.run_of(value_of(index.blocks.table, parent))
         seed = runs.get(index.blocks.runs, run, runs.SEED)
-    hashes = scratch.hashes[:n]
-    fill_sequence_hashes(tokens, record[wire.BLOCK_SIZE], seed, parent, _BASE_SEED, hashes)
-    return _hold(index, holder, engine_hashes, hashes, scratch.at[:n], parent, seed, out_counts)
+    size, hashes, at = record.words[wire.BLOCK_SIZE], scratch.hashes[:n], scratch.at[:n]
+    fill_sequence_hashes(record.tokens, size, seed, parent, _BASE_SEED, hashes)
+    return _hold(index, holder, record.engine_hashes, hashes, at, parent, seed, out_counts)
 
 
-@kernel(
-    i8(i8, i8, i8, i8, reads(i8), reads(u8), reads(u8), reads(u4), reads(u8)), releases_gil=True
-)
+@inlined
+def _apply_record(
+    index: _Index, record: _Record, holder: Index, scratch: _Scratch, out_counts: I64
+) -> bool:
+    """As _store_record, for a record that stores or removes."""
+    kind, n = record.words[wire.KIND], len(record.engine_hashes)
+    if not _has_room(index, kind, holder, n, scratch, out_counts):
+        return False
+    if kind == wire.STORED:
+        return _store_record(index, record, holder, scratch, out_counts)
+    num_removed = _drop(index, holder, record.engine_hashes, scratch.hashes[:n])
+    _count_removed(n, num_removed, out_counts)
+    return True
+
+
+@kernel(i8(i8, i8, i8, i8, reads(u8), reads(u8)), releases_gil=True)
 def apply_records(
-    first: Index, last: Index, max_blocks: Index, block_size: Index,
-    records: I64, parents: U64, engine_hashes: U64, tokens: U32, bundle: U64,
-) -> Index:  # fmt: skip
-    """Apply records first..last; returns the number of the first that was not applied.
+    first: Index, last: Index, max_blocks: Index, block_size: Index, records: U64, bundle: U64
+) -> Index:
+    """Apply records first..last of a bundle of kernels/wire.py; returns the number of the first
+    that was not applied.
 
     Ends early once `max_blocks` blocks are done, or after the event at hand when another thread has
     set IS_WANTED[0]. In COUNTS then: NUM_STORED, NUM_REMOVED, NUM_UNKNOWN, WHY it ended, and
     NUM_WANTED: how many blocks the event has for which there is no room.
     """
-    out_counts, query_waiting = i64_of(bundle, COUNTS), u1_of(bundle, IS_WANTED)
+    events, out_counts = wire.events_of(records), i64_of(bundle, COUNTS)
+    query_waiting = u1_of(bundle, IS_WANTED)
     index, scratch, num_blocks = _index(bundle), _scratch(bundle), 0
     out_counts[:] = 0
     runs.tick(index.blocks.runs)
-    for event in range(first, last):
+    for number in range(first, last):
         if num_blocks >= max_blocks or (num_blocks > 0 and query_waiting[0] != 0):
-            return event
-        record = records[wire.RECORD_WIDTH * event : wire.RECORD_WIDTH * (event + 1)]
-        kind, n, start = (
-            record[wire.KIND],
-            record[wire.NUM_ENGINE_HASHES],
-            record[wire.FIRST_ENGINE_HASH],
-        )
-        holder = _holder_of(bundle, max(0, record[wire.TIER]))
-        fits = kind == wire.REMOVED or (
-            kind == wire.STORED and record[wire.BLOCK_SIZE] == block_size
-        )
-        if not fits or holder < 0:
-            _stop(NEEDS_DECISION, n, out_counts)
-            return event
-        if not _has_room(index, kind, holder, n, scratch, out_counts):
-            return event
-        mine = engine_hashes[start : start + n]
-        if kind == wire.REMOVED:
-            _count_removed(n, _drop(index, holder, mine, scratch.hashes[:n]), out_counts)
-        else:
-            token = record[wire.FIRST_TOKEN]
-            its_tokens = tokens[token : token + record[wire.NUM_TOKENS]]
-            if not _store_record(
-                index, record, parents[event], mine, its_tokens, holder, scratch, out_counts
-            ):
-                return event
-        num_blocks += n
+            return number
+        record = _record_of(events, number)
+        holder = _holder_of(bundle, max(0, record.words[wire.TIER]))
+        if holder < 0 or not _is_plain(record.words, block_size):
+            _stop(NEEDS_DECISION, len(record.engine_hashes), out_counts)
+            return number
+        if not _apply_record(index, record, holder, scratch, out_counts):
+            return number
+        num_blocks += len(record.engine_hashes)
     return last
 
 
@@ -271,19 +290,19 @@ def _apply_packed(
 
 
 @inlined
-def _touch_words(slots: U64, data: Bytes, at: Index, num_words: Index) -> None:
+def _prefetch_words(slots: U64, data: Bytes, at: Index, num_words: Index) -> None:
     place, capacity = np.uint64(at), capacity_of(slots)
-    for _ in range(min(NUM_TOUCHED, num_words)):
-        touch(slots, load_u64(data, place), capacity)
+    for _ in range(min(NUM_PREFETCHED, num_words)):
+        prefetch_key(slots, load_u64(data, place), capacity)
         place += _8
 
 
 @inlined
-def _touch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> None:
-    """While one event is applied, have what the next one begins with on its way from memory."""
-    _touch_words(index.space.slots, data, event.engine_hashes, event.num_blocks)
+def _prefetch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> None:
+    """While one event is applied, prefetch what the next one begins with."""
+    _prefetch_words(index.space.slots, data, event.engine_hashes, event.num_blocks)
     if event.kind == wire.STORED:
-        _touch_words(index.blocks.table, data, event.hashes, event.num_blocks)
+        _prefetch_words(index.blocks.table, data, event.hashes, event.num_blocks)
 
 
 @inlined
@@ -304,7 +323,7 @@ def _apply_payload(
         out_counts[POSITION] = at
         event = packed.read_event(data, at, end)
         if number + 2 < num_items:
-            _touch_event(packed.read_event(data, event.end, end), data, index)
+            _prefetch_event(packed.read_event(data, event.end, end), data, index)
         holder = _holder_of(bundle, event.tier)
         if event.kind == wire.CLEARED or holder < 0:
             _stop(NEEDS_DECISION, event.num_blocks, out_counts)

@@ -23,7 +23,7 @@ _0, _1, _2, _32 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(32)
 
 @inlined
 def _see(seen: Bytes, at: Index) -> bool:
-    """Whether it is seen for the first time."""
+    """Mark it as seen; whether this is the first time."""
     bit = np.uint8(1 << (at & 7))
     is_new = seen[at >> 3] & bit == 0
     seen[at >> 3] |= bit
@@ -57,10 +57,10 @@ def count_placed(
 def count_engine_hashes(
     engine_hashes: U64, table: U64, run_words: U64, bits: U64, words: int, members: U64, seen: Bytes
 ) -> int:
-    """How many engine_hashes are the only ones of a block that a holder in `members` (empty: any)
-    has.
+    """How many engine hashes are the only one of a block that a holder in `members` has (of length
+    0: any holder).
     """
-    num_named, capacity = 0, capacity_of(table)
+    num_paired, capacity = 0, capacity_of(table)
     for at in range(len(engine_hashes) // 2 - 1):
         hash_ = engine_hashes[2 * at + 1]
         if hash_ == _0:
@@ -69,13 +69,13 @@ def count_engine_hashes(
         place = table[_2 * slot + _1]
         set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
         if place != _0 and holders.has_any(bits, words, set_id, members):
-            num_named += _see(seen, np.int64(slot))
-    return num_named
+            num_paired += _see(seen, np.int64(slot))
+    return num_paired
 
 
 @kernel(i8(reads(u8), reads(u8), reads(u8), i8, reads(u8)))
 def count_held(table: U64, run_words: U64, bits: U64, words: int, members: U64) -> int:
-    """How many blocks a holder in `members` (empty: any) has."""
+    """How many blocks a holder in `members` has (of length 0: any holder)."""
     num_held = 0
     for at in range(len(table) // 2 - 1):
         place = table[2 * at + 1]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, void, writes
+from kvplug.kernels._jit import f8, inlined, kernel, void, writes
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -296,11 +296,11 @@ def times_of(
         # Who counts on nothing there loses nothing, and sends others there whatever it holds.
         evicted, delayed = 0.0, fleet.delayed
     over = of(ranks, rank, ACTIVE_BLOCKS) + new_blocks - capacity
-    capacity_guard = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
+    room_wait = _PRICE_OF_ROOM * _room_wait_ms(ranks, rank, over, capacity, fleet.stay_ms)
     # Who has the prefix there stays: to compute it elsewhere takes room, too.
-    capacity_guard *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
+    room_wait *= min(1.0, new_blocks / max(1.0, prompt.num_blocks))
     later = fleet.num_later * (_usual_wait_ms(ranks, rank, fleet) - fleet.least_wait_ms)
-    others = delayed * work + (1.0 + delayed) * evicted + capacity_guard + later
+    others = delayed * work + (1.0 + delayed) * evicted + room_wait + later
     return Times(own, own + others + _decoding_ms(ranks, rank, prompt, answer))
 
 
@@ -403,38 +403,3 @@ def note_answer(traffic: F64, num_tokens: float, ms: float) -> None:
     share = 1.0 if traffic[ANSWER_TOKENS] == 0.0 else 1.0 / _ANSWERS_OF_MEAN
     traffic[ANSWER_TOKENS] += share * (num_tokens - traffic[ANSWER_TOKENS])
     traffic[ANSWER_MS] += share * (ms - traffic[ANSWER_MS])
-
-
-@kernel(void(f8, i8, f8, reads(f8), reads(f8), reads(f8), reads(i8), writes(f8)))
-def fill_blocks_costs(
-    prompt_blocks: float, num_full_blocks: int, overlap_weight: float,
-    credit: F64, prefill_blocks: F64, active_blocks: F64, active_depth: I64, out_cost: F64,
-) -> None:  # fmt: skip
-    """out_cost[r] = blocks_cost of rank r."""
-    for r in range(len(out_cost)):
-        out_cost[r] = blocks_cost(
-            prompt_blocks, num_full_blocks, overlap_weight,
-            credit[r], prefill_blocks[r], active_blocks[r], active_depth[r],
-        )  # fmt: skip
-
-
-@kernel(
-    void(
-        reads(f8), reads(f8), reads(i8), f8, f8, f8, f8, reads(f8), reads(f8), reads(f8),
-        writes(f8), writes(f8), writes(f8),
-    )
-)  # fmt: skip
-def fill_fleet_costs(
-    ranks: F64, traffic: F64, candidates: I64, now_ms: float, num_tokens: float,
-    block_size: float, max_answer_tokens: float,
-    num_found: F64, num_on_device: F64, loading_ms: F64,
-    out_waits: F64, out_own_ms: F64, out_cost: F64,
-) -> None:  # fmt: skip
-    """wait_ms and times_of each rank, by what it has of the prompt (Found)."""
-    prompt = Prompt(num_tokens, num_tokens // block_size, block_size, max_answer_tokens)
-    fill_waits(ranks, now_ms, out_waits)
-    fleet = fleet_of(ranks, traffic, candidates, prompt, out_waits, now_ms)
-    for r in range(len(out_cost)):
-        found = Found(num_found[r], num_on_device[r], loading_ms[r])
-        times = times_of(ranks, r, prompt, fleet, out_waits[r], found)
-        out_own_ms[r], out_cost[r] = times.own, times.fleet

@@ -1,18 +1,19 @@
-"""Tails out of a full index, and a memory of what they were called.
+"""Tails out of a full index, and a filter that remembers their engine hashes.
 
 In:  runs and where they end from now on; then the tables, a span at a time.
 Out: the tables without the blocks behind those ends; a filter with their engine hashes.
 
 The filter has two bits for each engine hash among `uint64[words]`, found by two halves of a mixed
-hash (Bloom 1970): it never forgets a hash before it is emptied, and takes a strange one for known
-in one of some dozens of cases when it is full. Reference: tests/index/test_evicting.py.
+hash (Bloom 1970): it forgets no hash before it is emptied, and when it is full takes one of some
+dozens of unknown hashes for a known one. Reference: tests/index/test_evicting.py.
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.kernels import holders, runs
-from kvplug.kernels._jit import b1, i8, inlined, kernel, reads, u4, u8, void, writes
+from kvplug.kernels._jit import b1, i8, inlined, kernel, reads, u8, void, writes
+from kvplug.kernels.residency import blocks_of, set_of
 from kvplug.kernels.table import (
     capacity_of,
     erase_slot,
@@ -23,7 +24,6 @@ from kvplug.kernels.table import (
 )
 
 I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
@@ -64,20 +64,19 @@ def is_remembered(words: U64, engine_hash: np.uint64) -> bool:
     return found
 
 
-@kernel(void(reads(i8), reads(i8), writes(u8), writes(u8), writes(u8), writes(u4), writes(i8)))
-def cut_runs(
-    chosen: I64, ends: I64, run_words: U64, bits: U64, meta: U64, intern: U32, header: I64
-) -> None:
+@kernel(void(reads(i8), reads(i8), reads(u8)))
+def cut_runs(chosen: I64, ends: I64, bundle: U64) -> None:
     """Run chosen[i] ends with depth ends[i]; one that has nothing left belongs to nobody."""
+    blocks = blocks_of(bundle)
     for i in range(len(chosen)):
         run = np.uint64(chosen[i])
-        if ends[i] < np.int64(runs.get(run_words, run, runs.START)):
-            set_id = np.int64(runs.get(run_words, run, runs.SET))
-            runs.put(run_words, run, runs.SET, _0)
-            holders.release(bits, meta, intern, header, set_id)
+        if ends[i] < np.int64(runs.get(blocks.runs, run, runs.START)):
+            set_id = set_of(blocks, run)
+            runs.put(blocks.runs, run, runs.SET, _0)
+            holders.release(blocks.bits, blocks.meta, blocks.intern, blocks.header, set_id)
         else:
-            runs.put(run_words, run, runs.END, np.uint64(ends[i]))
-            runs.put(run_words, run, runs.TAIL, _0)
+            runs.put(blocks.runs, run, runs.END, np.uint64(ends[i]))
+            runs.put(blocks.runs, run, runs.TAIL, _0)
 
 
 @kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)

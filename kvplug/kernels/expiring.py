@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.kernels import holders
-from kvplug.kernels._jit import f8, i4, i8, inlined, kernel, prefetch, reads, u8, void, writes
+from kvplug.kernels._jit import f8, i8, inlined, kernel, prefetch, reads, u8, void, writes
+from kvplug.kernels.bundle import f64_of, i32_of, i64_of, u64_of
 from kvplug.kernels.table import (
     capacity_of,
     delete,
@@ -47,7 +48,10 @@ NOBODY = -1
 # state
 FIRST, NEXT, NUM_USED, NUM_LOST, NUM_OF_RANK = 0, 1, 2, 3, 4
 
-_NUM_TOUCHED = 32  # a core has fewer loads under way at a time
+# The arrays of a bundle (kernels/bundle.py): the table's, then the ring's.
+SLOTS, KEYS, DEADLINES, LINKS, STATE = range(5)
+
+_NUM_PREFETCHED = 32  # a core has fewer loads under way at a time
 _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
@@ -58,6 +62,15 @@ class Ring(NamedTuple):
     deadlines: F64
     links: I32
     state: I64
+
+
+@inlined
+def ring_of(bundle: U64) -> Ring:
+    """The nodes of a bundle."""
+    return Ring(
+        u64_of(bundle, KEYS), f64_of(bundle, DEADLINES), i32_of(bundle, LINKS),
+        i64_of(bundle, STATE),
+    )  # fmt: skip
 
 
 @inlined
@@ -103,8 +116,8 @@ def _release_first(slots: U64, ring: Ring) -> bool:
 
 
 @inlined
-def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> Index:
-    """Have the entries of the oldest nodes on their way from memory; returns how many are due."""
+def _prefetch_oldest(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> Index:
+    """Prefetch the entries of the oldest nodes; returns how many are due."""
     node, capacity = np.int64(ring.state[FIRST]), capacity_of(slots)
     num_due = 0
     while num_due < max_entries and ring.deadlines[node] <= now_s:
@@ -118,10 +131,10 @@ def _touch_first(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> In
 def _expire(slots: U64, ring: Ring, now_s: float, max_entries: Index) -> None:
     left = min(max_entries, ring.state[NUM_USED])
     while left > 0:
-        num_due = _touch_first(slots, ring, now_s, min(left, _NUM_TOUCHED))
+        num_due = _prefetch_oldest(slots, ring, now_s, min(left, _NUM_PREFETCHED))
         for _ in range(num_due):
             _release_first(slots, ring)
-        left = left - _NUM_TOUCHED if num_due == _NUM_TOUCHED else 0
+        left = left - _NUM_PREFETCHED if num_due == _NUM_PREFETCHED else 0
 
 
 @inlined
@@ -187,11 +200,11 @@ def insert_blocks(
         deadline_s = max(deadline_s, ring.deadlines[youngest])
     marked, capacity = holders.mark_of(rank), capacity_of(slots)
     _expire(slots, ring, now_s, max_expired)
-    for i in range(max(0, len(hashes) - _NUM_TOUCHED), len(hashes)):
+    for i in range(max(0, len(hashes) - _NUM_PREFETCHED), len(hashes)):
         prefetch(slots, _2 * home_of(hashes[i] ^ marked, capacity))
     for i in range(len(hashes) - 1, -1, -1):
-        if i >= _NUM_TOUCHED:
-            prefetch(slots, _2 * home_of(hashes[i - _NUM_TOUCHED] ^ marked, capacity))
+        if i >= _NUM_PREFETCHED:
+            prefetch(slots, _2 * home_of(hashes[i - _NUM_PREFETCHED] ^ marked, capacity))
         key = hashes[i] ^ marked
         at = find_slot(slots, key, capacity)
         if slots[_2 * at + _1] != _0:
@@ -206,30 +219,19 @@ def insert_blocks(
         ring.deadlines[node] = deadline_s
 
 
-@kernel(
-    void(
-        i8, f8, f8, i8, reads(u8),
-        writes(u8), writes(u8), writes(f8), writes(i4), writes(i8),
-    )
-)  # fmt: skip
+@kernel(void(i8, f8, f8, i8, reads(u8), reads(u8)))
 def insert(
-    rank: Index, now_s: float, ttl_s: float, max_expired: Index, hashes: U64,
-    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
-) -> None:  # fmt: skip
+    rank: Index, now_s: float, ttl_s: float, max_expired: Index, hashes: U64, bundle: U64
+) -> None:
     """As insert_blocks."""
-    ring = Ring(keys, deadlines, links, state)
-    insert_blocks(slots, ring, rank, now_s, ttl_s, max_expired, hashes)
+    slots = u64_of(bundle, SLOTS)
+    insert_blocks(slots, ring_of(bundle), rank, now_s, ttl_s, max_expired, hashes)
 
 
-@kernel(
-    void(f8, i8, writes(u8), reads(u8), reads(f8), reads(i4), writes(i8)),
-)
-def expire(
-    now_s: float, max_entries: Index,
-    slots: U64, keys: U64, deadlines: F64, links: I32, state: I64,
-) -> None:  # fmt: skip
+@kernel(void(f8, i8, reads(u8)))
+def expire(now_s: float, max_entries: Index, bundle: U64) -> None:
     """Drop the overdue entries, at most so many."""
-    _expire(slots, Ring(keys, deadlines, links, state), now_s, max_entries)
+    _expire(u64_of(bundle, SLOTS), ring_of(bundle), now_s, max_entries)
 
 
 @kernel(void(i8, reads(u8), writes(u8)))
@@ -237,32 +239,33 @@ def confirm(rank: Index, hashes: U64, slots: U64) -> None:
     """End the rank's entries of these blocks; their nodes expire later, without effect."""
     marked, capacity = holders.mark_of(rank), capacity_of(slots)
     for i in range(len(hashes)):
-        if i + _NUM_TOUCHED < len(hashes):
-            prefetch(slots, _2 * home_of(hashes[i + _NUM_TOUCHED] ^ marked, capacity))
+        if i + _NUM_PREFETCHED < len(hashes):
+            prefetch(slots, _2 * home_of(hashes[i + _NUM_PREFETCHED] ^ marked, capacity))
         delete(slots, hashes[i] ^ marked)
 
 
-@kernel(void(i8, writes(u8), reads(u8), writes(i4), writes(i8)))
-def forget(rank: Index, slots: U64, keys: U64, links: I32, state: I64) -> None:
+@kernel(void(i8, reads(u8)))
+def forget(rank: Index, bundle: U64) -> None:
     """End all entries of a rank; its nodes are nobody's until they expire."""
+    slots, ring = u64_of(bundle, SLOTS), ring_of(bundle)
+    links, state = ring.links, ring.state
     node = state[FIRST]
     for _ in range(state[NUM_USED]):
         if state[NUM_OF_RANK + rank] == 0:
             return
         if links[LINK_WIDTH * node + RANK] == rank:
             # The key is this rank's alone: what it finds, if anything, is an entry of the rank.
-            delete(slots, keys[node])
+            delete(slots, ring.keys[node])
             links[LINK_WIDTH * node + RANK] = NOBODY
             state[NUM_OF_RANK + rank] -= 1
         node = np.int64(links[LINK_WIDTH * node + AFTER])
 
 
-@kernel(void(reads(u8), reads(f8), reads(i8), f8, reads(u8), writes(i8)))
-def extend_depths(
-    slots: U64, deadlines: F64, state: I64, now_s: float, hashes: U64, out_depths: I64
-) -> None:
-    """Move out_depths[rank] forward over the rank's entries that are not overdue, for each rank."""
-    extend(slots, deadlines, state, now_s, hashes, out_depths)
+@kernel(void(f8, reads(u8), reads(u8), writes(i8)))
+def extend_depths(now_s: float, hashes: U64, bundle: U64, out_depths: I64) -> None:
+    """As `extend`."""
+    ring = ring_of(bundle)
+    extend(u64_of(bundle, SLOTS), ring.deadlines, ring.state, now_s, hashes, out_depths)
 
 
 @kernel(u8(i8))

@@ -28,13 +28,13 @@ import numpy.typing as npt
 from kvplug.kernels._jit import i4, i8, inlined, kernel, reads, u8, void, writes
 from kvplug.kernels.holders import mark_of
 from kvplug.kernels.table import (
-    NUM_TOUCHED,
+    NUM_PREFETCHED,
     capacity_of,
     erase_slot,
     fill_slot,
     find_slot,
     has_room,
-    touch,
+    prefetch_key,
     value_of,
 )
 
@@ -55,7 +55,7 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 class Forecast(NamedTuple):
-    """The arrays."""
+    """The arrays, as above."""
 
     slots: U64
     keys: U64
@@ -136,18 +136,18 @@ def _use_chunk(cache: Forecast, rank: Index, key: np.uint64, num_blocks: Index) 
 
 
 @inlined
-def _touch_ahead(cache: Forecast, hashes: U64, chunk: Index, mark: np.uint64) -> None:
-    """Have the slots of chunks before this one on their way from memory."""
+def _prefetch_ahead(cache: Forecast, hashes: U64, chunk: Index, mark: np.uint64) -> None:
+    """Prefetch the slots of chunks before this one."""
     last = num_chunks(len(hashes)) - 1
-    first = max(0, chunk - NUM_TOUCHED)
+    first = max(0, chunk - NUM_PREFETCHED)
     for earlier in range(first, chunk + 1 if chunk == last else first + 1):
-        touch(cache.slots, hashes[CHUNK * earlier] ^ mark, capacity_of(cache.slots))
+        prefetch_key(cache.slots, hashes[CHUNK * earlier] ^ mark, capacity_of(cache.slots))
 
 
 @inlined
-def _touch_after(cache: Forecast, node: Index) -> Index:
-    """Have the slot of a node on its way from memory; returns the node behind it."""
-    touch(cache.slots, cache.keys[node], capacity_of(cache.slots))
+def _prefetch_after(cache: Forecast, node: Index) -> Index:
+    """Prefetch the slot of a node; returns the node behind it."""
+    prefetch_key(cache.slots, cache.keys[node], capacity_of(cache.slots))
     return np.int64(cache.links[LINK_WIDTH * node + AFTER])
 
 
@@ -157,8 +157,8 @@ def _drop_to(cache: Forecast, rank: Index, capacity: Index) -> None:
     ahead: Index = np.int64(cache.ends[_end(rank, OLDEST)])
     num_ahead = 0
     while cache.ends[_end(rank, NUM_BLOCKS)] > capacity:
-        while num_ahead < NUM_TOUCHED and ahead != NOBODY:
-            ahead = _touch_after(cache, ahead)
+        while num_ahead < NUM_PREFETCHED and ahead != NOBODY:
+            ahead = _prefetch_after(cache, ahead)
             num_ahead += 1
         _drop_oldest(cache, rank)
         num_ahead -= 1
@@ -184,7 +184,7 @@ def use(cache: Forecast, rank: Index, hashes: U64, num_new: Index, capacity: Ind
     """
     mark, num_known = mark_of(rank), np.int64(0)
     for chunk in range(num_chunks(len(hashes)) - 1, -1, -1):
-        _touch_ahead(cache, hashes, chunk, mark)
+        _prefetch_ahead(cache, hashes, chunk, mark)
         num_blocks = min(CHUNK, len(hashes) - CHUNK * chunk)
         num_known += _use_chunk(cache, rank, hashes[CHUNK * chunk] ^ mark, num_blocks)
     if num_new > num_known:

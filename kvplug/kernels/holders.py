@@ -39,7 +39,7 @@ _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 @inlined
 def mark_of(holder: Index) -> np.uint64:
-    """A number for each holder that has nothing in common with the next one's."""
+    """A random-looking number of each holder."""
     x = np.uint64(holder + 1) * _GOLDEN
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2
@@ -161,13 +161,13 @@ def release(bits: U64, meta: U64, intern: U32, header: I64, set_id: Index) -> No
 
 
 @inlined
-def has_room(meta: U64, header: I64, holder: Index, version: Index) -> bool:
-    """Whether the holder has a bit, and as many runs may each get a set of their own.
+def has_room(meta: U64, header: I64, holder: Index, num_runs: Index) -> bool:
+    """Whether the holder has a bit, and so many runs may each get a set of their own.
 
     Each set in use, and the empty one, turns into one new set at most.
     """
     num_live = header[NUM_LIVE]
-    fits = num_live + min(version, num_live + 1) + 2 <= len(meta) // 2
+    fits = num_live + min(num_runs, num_live + 1) + 2 <= len(meta) // 2
     return bool(fits and holder < 64 * header[WORDS])
 
 

@@ -5,7 +5,7 @@ each holder.   Out: per rank, how many leading blocks it holds, by class of memo
 
 A request goes from run to run, not from block to block. If the last block of a run is in the
 request, all before it are, and nothing needs to be looked up between; if not, the last block that
-is lies where halving the rest leads. Only runs with holes are walked. At the border of two runs
+is is found by bisection. Only runs with holes are walked. At the border of two runs
 only the holders that come or go are looked at. Classes of memory are DEVICE, HOST, DISK and POOLED
 (another worker can read it); a rank leaves at the first block that it does not hold in any.
 Reference: plain loops over Python sets (tests/kernels/test_matching.py).
@@ -20,6 +20,7 @@ from kvplug.kernels import prefix_lengths, runs
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u8, void, writes
 from kvplug.kernels.bundle import f64_of, i64_of, u64_of
 from kvplug.kernels.expiring import extend
+from kvplug.kernels.holders import WORDS
 from kvplug.kernels.prefix_lengths import Holders, Out, Ranks
 from kvplug.kernels.table import capacity_of, find_slot, num_entries
 
@@ -129,7 +130,7 @@ def run_at(path: Path, hashes: U64, first: Index) -> np.uint64:
 @inlined
 def _cross(
     above: np.uint64, run: np.uint64, is_next: bool | np.bool_, at: Index, path: Path,
-    bits: U64, words: Index, holders: Holders, ranks: Ranks, out: Out,
+    holders: Holders, ranks: Ranks, out: Out,
 ) -> Index:  # fmt: skip
     """From a run to another; returns how many ranks left, as -n. Which holder is the only one that
     comes or goes between a run and the run below is remembered there.
@@ -139,16 +140,14 @@ def _cross(
     known = runs.only_change(path.runs, run) if is_next else np.int64(-1)
     if known >= 0 and prefix_lengths.is_all(known, holders, ranks):
         return prefix_lengths.leave_with(known, at, holders, ranks)
-    num_left, changed = prefix_lengths.cross(before, now, at, bits, words, holders, ranks, out)
+    num_left, changed = prefix_lengths.cross(before, now, at, holders, ranks, out)
     if is_next and changed >= 0:
         runs.remember_change(path.runs, run, changed)
     return num_left
 
 
 @inlined
-def fill_overlap(
-    hashes: U64, path: Path, bits: U64, words: Index, holders: Holders, scratch: I64, out: Out
-) -> None:
+def fill_overlap(hashes: U64, path: Path, holders: Holders, scratch: I64, out: Out) -> None:
     """What each rank holds of a request; scratch as for prefix_lengths.ranks_in."""
     out.credit[:] = 0.0
     ranks = prefix_lengths.ranks_in(scratch, len(out.credit))
@@ -162,12 +161,12 @@ def fill_overlap(
             break
         if at == 0:
             now = np.int64(runs.get(path.runs, run, runs.SET))
-            num_alive = prefix_lengths.enter(now, bits, words, holders, ranks, out)
+            num_alive = prefix_lengths.enter(now, holders, ranks, out)
         else:
-            num_alive += _cross(above, run, end >= 0, at, path, bits, words, holders, ranks, out)
+            num_alive += _cross(above, run, end >= 0, at, path, holders, ranks, out)
         if num_alive == 0:
             break
-        runs.touch_at(path.runs, run, time)
+        runs.mark_used_at(path.runs, run, time)
         at = 1 + (last_of_run(path, hashes, at, run) if end < 0 else end)
     if at == 0:
         out.prefix_lengths[:] = 0
@@ -176,17 +175,22 @@ def fill_overlap(
 
 
 @inlined
+def _holders_of(bundle: U64) -> Holders:
+    return Holders(
+        u64_of(bundle, BITS), i64_of(bundle, HEADER)[WORDS], i64_of(bundle, OWNER),
+        i64_of(bundle, READERS), f64_of(bundle, CREDITS),
+    )  # fmt: skip
+
+
+@inlined
 def fill_answer(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     """fill_overlap, then what is expected besides: out as `overlap` has it, for one request."""
-    runs.tick(u64_of(bundle, RUNS))
-    header = i64_of(bundle, HEADER)
-    path = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS))
-    holders = Holders(i64_of(bundle, OWNER), i64_of(bundle, READERS), f64_of(bundle, CREDITS))
-    num_ranks = len(out) // NUM_ROWS
+    path, num_ranks = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS)), len(out) // NUM_ROWS
+    runs.tick(path.runs)
     lengths, depths = out[: DEPTH * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
     credit = out[CREDIT * num_ranks :].view(np.float64)
-    scratch, bits, words = i64_of(bundle, SCRATCH), u64_of(bundle, BITS), header[0]
-    fill_overlap(hashes, path, bits, words, holders, scratch, Out(lengths, credit))
+    scratch = i64_of(bundle, SCRATCH)
+    fill_overlap(hashes, path, _holders_of(bundle), scratch, Out(lengths, credit))
     held = lengths[prefix_lengths.ANY * num_ranks : (prefix_lengths.ANY + 1) * num_ranks]
     for rank in range(num_ranks):
         depths[rank] = held[rank]

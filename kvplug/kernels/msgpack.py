@@ -4,7 +4,7 @@ In:  `data`, uint8[n], the position of an item, and `end`, where the payload end
 Out: what the item is, and the position behind it.
 
 Positions are int64, and -1 means "not read here". An item may be read past `end` before that is
-noticed, by at most PADDING bytes: the caller provides them. Unsigned positions in loops: signed
+noticed, by at most PADDING bytes: the caller provides them. Loops have unsigned positions: signed
 ones are tested for wrap-around at every access. Reference: msgspec (tests/kernels/test_wire.py).
 
 The format is https://github.com/msgpack/msgpack/blob/master/spec.md (version 5).
@@ -127,7 +127,7 @@ def natural(data: Bytes, at: Index) -> tuple[np.uint64, Index]:
 
 @inlined
 def integer(data: Bytes, at: Index) -> tuple[np.uint64, Index]:
-    """As _natural, and negative ones modulo 2**64 (SGLang's hashes are signed)."""
+    """As `natural`, and negative ones modulo 2**64 (SGLang's hashes are signed)."""
     first = data[at]
     if first >= 0xE0:
         return np.uint64(np.int64(first) - 256), at + 1

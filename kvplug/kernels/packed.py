@@ -1,4 +1,4 @@
-"""The bytes of packed events to where their parts are.
+"""Where the parts of packed events are in their bytes.
 
 In:  a payload of kvplug/packed.py, PADDING more bytes behind it.   Out: an event at a position.
 
@@ -118,8 +118,8 @@ def read_event(data: Bytes, at: Index, end: Index) -> PackedEvent:
 
 @inlined
 def is_whole(num_items: Index, at: Index, data: Bytes, end: Index) -> bool:
-    """Whether all events can be read here, and end where the payload ends: what is damaged further
-    on is found before anything is done.
+    """Whether all events can be read here, and end where the payload ends. Asked before anything is
+    done, so that a payload damaged further on changes nothing.
     """
     for _ in range(num_items - 1):
         event = read_event(data, at, end)

@@ -1,4 +1,4 @@
-"""How long a prefix of a request each rank holds, from border to border of its runs.
+"""How long a prefix of a request each rank holds, going from border to border of its runs.
 
 In:  the sets of holders that follow each other along a request, and who is behind each holder.
 Out: per rank, how many leading blocks it has in each class of memory, and what they are worth.
@@ -45,22 +45,29 @@ _NUM_OF_RANK = 5
 
 
 class Holders(NamedTuple):
-    """Who is behind holder h: owner[h] is 4 * rank + class for copies of one rank's own; below -1
-    it is -2 - i, where readers[i] ranks, listed from readers[i + 1] on, can read the copies in a
-    pool; -1 is nobody. credits: float64[16 + ranks], what a block is worth on a rank that has it in
-    these classes (bits), and behind that what everything is worth on each rank.
+    """Which holders are in a set, and who is behind each of them.
+
+    bits: of the sets (kernels/holders.py), `words` for each.
+
+    owner[h] is 4 * rank + class for copies of one rank's own; below -1 it is -2 - i: readers[i]
+    ranks, listed from readers[i + 1] on, can read the copies in a pool; -1 is nobody.
+
+    credits: float64[16 + ranks], what a block is worth on a rank that has it in these classes
+    (bits), and behind that what everything is worth on each rank.
     """
 
+    bits: U64
+    words: Index
     owner: I64
     readers: I64
     credits: F64
 
 
 class Ranks(NamedTuple):
-    """What is known of each rank on the way: of which class it has copies (bits), in how many pools
-    it finds the block, in which scopes it still is (bits), since which block, and with which block
-    it left all of them. is_mixed[0]: whether any rank is in some scopes and not in the others,
-    for which the rows of the answer are kept on the way. `changed` has room for every holder.
+    """What is known of each rank on the way: the classes of which it has copies (bits), in how many
+    pools it finds the block, in which scopes it still is (bits), since which block, and with which
+    block it left all of them. is_mixed[0]: whether any rank is in some scopes and not in the
+    others; then the rows of the answer are kept on the way. `changed` has room for every holder.
     """
 
     has: I64
@@ -170,8 +177,8 @@ def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) ->
 
 @inlined
 def is_all(holder: Index, holders: Holders, ranks: Ranks) -> bool:
-    """Whether the holder is all that its rank had, so that `leave_with` is all that has to be done
-    as it goes. Most borders are like that.
+    """Whether the holder is all that its rank had: then `leave_with` is all there is to do as it
+    goes. Most borders are like that.
     """
     owner = holders.owner[holder]
     return bool(owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3))
@@ -188,13 +195,13 @@ def leave_with(holder: Index, at: Index, holders: Holders, ranks: Ranks) -> Inde
 
 @inlined
 def cross(
-    before: Index, now: Index, at: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks,
-    out: Out,
-) -> tuple[Index, Index]:  # fmt: skip
+    before: Index, now: Index, at: Index, holders: Holders, ranks: Ranks, out: Out
+) -> tuple[Index, Index]:
     """From set `before` to set `now` with block `at`: how many ranks left, as -n, and the holder
     that came or went, -1 if there was more than one.
     """
     num_changed, last = 0, np.int64(-1)
+    bits, words = holders.bits, holders.words
     for w in range(words):
         members = bits[now * words + w]
         rest = members ^ bits[before * words + w]
@@ -212,10 +219,10 @@ def cross(
 
 
 @inlined
-def enter(now: Index, bits: U64, words: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
+def enter(now: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """Who has the first block; returns how many ranks that are."""
-    for w in range(words):
-        rest = bits[now * words + w]
+    for w in range(holders.words):
+        rest = holders.bits[now * holders.words + w]
         while rest != _0:
             owner = holders.owner[64 * w + np.int64(trailing_zeros(rest))]
             rest &= rest - _1

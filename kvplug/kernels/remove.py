@@ -1,11 +1,11 @@
 """Blocks leave a holder.
 
-In:  a block by its hash, what the engine calls it, a holder number.
+In:  the sequence hash and the engine hash of a block, a holder number.
 Out: the arrays of kernels/residency.py, changed; what became of the block.
 
-A block that others have moves to a run with their set: the one below, the one that the block before
-moved to, or a new one. Tails go block by block, and fall to no pieces. Parts for storing.py and
-applying.py. Reference: tests/index/reference.py.
+A block that others have moves to a run with their set: the run below, the run that the block before
+moved to, or a new one. So a tail that leaves block by block stays in one run. Parts for
+membership.py and applying.py. Reference: tests/index/reference.py.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ NOT_HELD, KEPT, GONE = 0, 1, 2
 
 @inlined
 def can_remove(blocks: Blocks, holder: Index, num_blocks: Index) -> bool:
-    """Whether as many blocks may each leave for a run of their own."""
+    """Whether so many blocks may each move to a run of their own."""
     num_moved = min(num_blocks, np.int64(num_entries(blocks.table)))
     fits = runs.has_room(blocks.runs, num_moved)
     return fits and holders.has_room(blocks.meta, blocks.header, holder, num_moved)
@@ -47,7 +47,7 @@ def can_remove(blocks: Blocks, holder: Index, num_blocks: Index) -> bool:
 
 @inlined
 def _take_copy(copies: U64, key: np.uint64) -> bool:
-    """Whether there was a copy above the first, which is one less now."""
+    """Whether there was a copy above the first; then there is one less now."""
     capacity = capacity_of(copies)
     at = find_slot(copies, key, capacity)
     count = copies[_2 * at + _1] & _LOW
@@ -167,7 +167,7 @@ def remove_from_holder(
     holder: Index,
     last: Left,
 ) -> tuple[int, Left]:
-    """One copy less of a block: what became of it, and Left for the next block of the event."""
+    """The holder has one copy less: what became of the block, and Left for the event's next one."""
     slot = find_slot(blocks.table, hash_, capacity_of(blocks.table))
     place = blocks.table[_2 * slot + _1]
     if place == _0:

@@ -1,13 +1,14 @@
-"""The relation block x holder, in arrays: what joining.py and leaving.py have in common.
+"""Which holder has which block, in arrays: what kernels/store.py and kernels/remove.py share.
 
-In:  runs, space, and the numbers of sets.   Out: who has a run; runs made and blocks taken out.
+In:  runs, hash spaces, numbers of sets.   Out: who has a run; runs made, and blocks taken out.
 
-    table    sequence hash -> place (run and depth, kernels/runs.py)
-    names    engine hash -> sequence hash, for the ranks of one hash space; none where nobody names
-    copies   hash xor mark of the holder -> (holder, copies above the first one)
-    runs     kernels/runs.py           bits, meta, intern, header   kernels/holders.py
+    table          sequence hash -> place (run and depth, kernels/runs.py)
+    engine hashes  engine hash -> sequence hash, for the ranks of one hash space
+    copies         hash xor mark of the holder -> (holder, copies above the first one)
+    runs           kernels/runs.py
+    bits, meta, intern, header    kernels/holders.py
 
-Made of parts of the files that it names. Reference: tests/index/reference.py.
+Made of parts of these files. Reference: tests/index/reference.py.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import inlined
+from kvplug.kernels.bundle import i64_of, u32_of, u64_of
 from kvplug.kernels.table import value_of
 
 I64 = npt.NDArray[np.int64]
@@ -25,6 +27,8 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 _0, _1 = np.uint64(0), np.uint64(1)
+# The first arrays of a bundle (kernels/bundle.py) of a block store.
+TABLE, COPIES, RUNS, BITS, META, INTERN, HEADER, NUM_ARRAYS = range(8)
 
 
 class Blocks(NamedTuple):
@@ -40,12 +44,21 @@ class Blocks(NamedTuple):
 
 
 class SpaceArrays(NamedTuple):
-    """A hash space: engine hash -> sequence hash (empty array: blocks have no space), and the bits
-    of its holders (empty: every holder is in it).
+    """A hash space. slots: a table engine hash -> sequence hash, of length 0 for blocks without
+    engine hashes; members: the bits of its holders, of length 0 if every holder is in it.
     """
 
     slots: U64
     members: U64
+
+
+@inlined
+def blocks_of(bundle: U64) -> Blocks:
+    """The arrays of a block store, from a bundle that begins with them."""
+    return Blocks(
+        u64_of(bundle, TABLE), u64_of(bundle, COPIES), u64_of(bundle, RUNS), u64_of(bundle, BITS),
+        u64_of(bundle, META), u32_of(bundle, INTERN), i64_of(bundle, HEADER),
+    )  # fmt: skip
 
 
 @inlined
@@ -63,20 +76,22 @@ def set_of(blocks: Blocks, run: np.uint64) -> np.int64:
 @inlined
 def is_held_by(blocks: Blocks, run: np.uint64, holder: Index) -> bool:
     """Whether the holder has the blocks of the run."""
-    return bool(holders.contains(blocks.bits, blocks.header[0], set_of(blocks, run), holder))
+    return bool(
+        holders.contains(blocks.bits, blocks.header[holders.WORDS], set_of(blocks, run), holder)
+    )
 
 
 @inlined
 def has_engine_hash(blocks: Blocks, space: SpaceArrays, set_id: Index) -> bool:
-    """Whether any rank of the hash space is in the set, so that its blocks have names there."""
-    return bool(holders.has_any(blocks.bits, blocks.header[0], set_id, space.members))
+    """Whether a rank of the hash space is in the set: then its blocks have engine hashes there."""
+    return bool(holders.has_any(blocks.bits, blocks.header[holders.WORDS], set_id, space.members))
 
 
 @inlined
 def new_run(
     blocks: Blocks, set_id: Index, depth: np.uint64, seed: np.uint64, parent: np.uint64
 ) -> np.uint64:
-    """A run without blocks yet, ahead of `depth` and behind the block `parent`."""
+    """A run without blocks, whose first one will be at `depth`, behind the block `parent`."""
     run = runs.create(blocks.runs, np.uint64(set_id), depth, seed)
     holders.retain(blocks.meta, set_id)
     runs.put(blocks.runs, run, runs.PARENT, parent)
@@ -103,5 +118,5 @@ def follows(blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64) -> 
 
 @inlined
 def hash_of(space: SpaceArrays, engine_hash: np.uint64) -> np.uint64:
-    """The sequence hash behind an engine hash, 0 if the hash space has no such name."""
+    """The sequence hash of an engine hash, 0 if the hash space does not have it."""
     return value_of(space.slots, engine_hash)

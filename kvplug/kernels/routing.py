@@ -2,7 +2,7 @@
 
 In:  token ids or sequence hashes, who may take the requests; bundles (kernels/bundle.py) of an
      index (kernels/matching.py) and of what the fleet is busy with (kernels/scoring.py).
-Out: for each request the rank and what was expected of it; the request counted as the rank's load,
+Out: for each request the rank, and the prediction for it; the request counted as the rank's load,
      its blocks expected there.
 
 A fleet with several indexes does it in two stages: SCORE on each, then ACCOUNT on the index of the
@@ -44,11 +44,13 @@ Index = int | np.int64
 
 # What to do.
 SCORE, ACCOUNT, BOTH = 1, 2, 3
-# Out, float64, of each request.
+# Of each request, float64: what is known of it; what becomes of it.
 (
+    NUM_TOKENS, NOW_S, MAX_ANSWER_TOKENS,
     RANK, COST, DEPTH, OWN, PREFILL_TOKENS, PREFILL, COMING, NEW_TOKENS, CACHED_TOKENS,
-    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, NUM_OUT,
-) = range(15)  # fmt: skip
+    HOST_TOKENS, DISK_TOKENS, POOL_TOKENS, AHEAD_TOKENS, IS_BUSY, RESIDENT,
+    REQUEST_WIDTH,
+) = range(19)  # fmt: skip
 
 # A prompt counts as on its way for its time in the queue, but a prediction may be wrong.
 _LONGEST_QUEUE_S = 30.0
@@ -211,6 +213,7 @@ def _tell(request: Request, rank: Index, held: I64, bundle: U64, out: F64) -> No
     out[IS_BUSY] = np.float64(
         of(ranks, rank, costing.NUM_RUNNING) > of(ranks, rank, costing.NUM_WAITING)
     )
+    out[RESIDENT] = anywhere
 
 
 @inlined
@@ -247,51 +250,68 @@ def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64)
     _expect(request, rank, np.int64(out[DEPTH]), out[OWN], bundle)
 
 
-@kernel(
-    i8(
-        i8, reads(u4), reads(i8), i8, u8, f8, u8, f8, reads(i8), reads(u8), reads(u8),
-        writes(u8), writes(i8), writes(f8),
+@inlined
+def _request_of(row: F64, hashes: U64, block_size: Index) -> Request:
+    prompt = Prompt(
+        row[NUM_TOKENS], np.float64(len(hashes)), np.float64(block_size), row[MAX_ANSWER_TOKENS]
     )
-)  # fmt: skip
-def route(
-    stages: int, tokens: U32, ends: I64, block_size: int, seed: np.uint64,
-    now_s: float, random: np.uint64, max_answer_tokens: float, candidates: I64,
-    index: U64, bundle: U64, hashes: U64, held: I64, out: F64,
-) -> Index:  # fmt: skip
-    """Do the stages for request after request; returns how many are done: fewer than there are if
-    an array has to grow first, for the first that is not.
+    return Request(hashes, prompt, row[NOW_S])
 
-    tokens: uint32, request i up to ends[i]; hashes: uint64, filled with those of their full blocks.
-    Without tokens there is one request of ends[0] tokens, and it has all hashes. held: as
-    matching.overlap; out: float64[requests * NUM_OUT]. SCORE leaves COSTS, OWN_MS, FOUND and
-    WAITS; ACCOUNT alone takes the rank candidates[0], and what SCORE left.
+
+@inlined
+def _do_stages(
+    stages: Index, request: Request, candidates: I64, random: np.uint64, bundle: U64, row: F64
+) -> bool:
+    """For one request whose hashes are known; False if an array has to grow first."""
+    ranks, traffic = f64_of(bundle, scoring.RANKS), f64_of(bundle, scoring.TRAFFIC)
+    waits, held = f64_of(bundle, scoring.WAITS), i64_of(bundle, scoring.HELD)
+    now_ms, rank = 1e3 * request.now_s, candidates[0]
+    costing.fill_waits(ranks, now_ms, waits)
+    fleet = costing.fleet_of(ranks, traffic, candidates, request.prompt, waits, now_ms)
+    if stages & SCORE != 0:
+        index = u64_of(bundle, scoring.INDEX)
+        matching.fill_answer(request.hashes, request.now_s, index, held)
+        fill_scores(request, candidates, fleet, held, bundle)
+    if stages == BOTH:
+        rank = _pick(candidates, random, bundle)
+    if stages & ACCOUNT != 0 and not _can_account(request, rank, bundle):
+        return False
+    if stages & SCORE != 0:
+        costing.note_waits(ranks, candidates, fleet, waits, traffic)
+    if stages & ACCOUNT != 0:
+        _tell(request, rank, held, bundle, row)
+        _account(request, rank, fleet, bundle, row)
+    return True
+
+
+@kernel(i8(i8, u8, u8, reads(u4), reads(i8), reads(u8), writes(u8), writes(f8)))
+def route(
+    stages: int, seed: np.uint64, random: np.uint64, tokens: U32, candidates: I64, bundle: U64,
+    hashes: U64, requests: F64,
+) -> Index:  # fmt: skip
+    """Do the stages for one request after the other; returns how many are done. If these are not
+    all, an array has to grow before the next one.
+
+    requests: float64[requests * REQUEST_WIDTH], of each the columns up to MAX_ANSWER_TOKENS given,
+    the others filled. tokens: uint32, of all requests in a row; hashes: uint64, filled with those
+    of their full blocks. Without tokens there is one request, and it has all hashes. SCORE leaves
+    COSTS, OWN_MS, FOUND and WAITS; ACCOUNT alone takes the rank candidates[0], and what SCORE left.
     """
-    ranks, waits = f64_of(bundle, scoring.RANKS), f64_of(bundle, scoring.WAITS)
-    traffic, start, first = f64_of(bundle, scoring.TRAFFIC), np.int64(0), np.int64(0)
-    for i in range(len(ends)):
-        num_tokens = ends[i] - start
-        last = np.int64(first + num_tokens // block_size if len(tokens) > 0 else len(hashes))
-        mine, row = hashes[first:last], out[NUM_OUT * i : NUM_OUT * (i + 1)]
-        prompt = Prompt(
-            np.float64(num_tokens), np.float64(len(mine)), np.float64(block_size), max_answer_tokens
-        )
-        request, rank = Request(mine, prompt, now_s), candidates[0]
-        costing.fill_waits(ranks, 1e3 * now_s, waits)
-        fleet = costing.fleet_of(ranks, traffic, candidates, prompt, waits, 1e3 * now_s)
-        if stages & SCORE != 0:
-            if len(tokens) > 0:
-                its_tokens = tokens[start : ends[i]]
-                fill_sequence_hashes(its_tokens, block_size, seed, _NO_PARENT, _BASE_SEED, mine)
-            matching.fill_answer(mine, now_s, index, held)
-            fill_scores(request, candidates, fleet, index, held, bundle)
-        if stages == BOTH:
-            rank = _pick(candidates, random + np.uint64(i) * _GOLDEN, bundle)
-        if stages & ACCOUNT != 0 and not _can_account(request, rank, bundle):
+    block_size = int(f64_of(bundle, scoring.SETTINGS)[scoring.BLOCK_SIZE])
+    num_requests, start, first = len(requests) // REQUEST_WIDTH, np.int64(0), np.int64(0)
+    for i in range(num_requests):
+        row = requests[REQUEST_WIDTH * i : REQUEST_WIDTH * (i + 1)]
+        end, last = start + np.int64(row[NUM_TOKENS]), np.int64(len(hashes))
+        if len(tokens) > 0:
+            last = first + (end - start) // block_size
+        mine = hashes[first:last]
+        if len(tokens) > 0 and stages & SCORE != 0:
+            its_tokens = tokens[start:end]
+            fill_sequence_hashes(its_tokens, block_size, seed, _NO_PARENT, _BASE_SEED, mine)
+        request = _request_of(row, mine, block_size)
+        if not _do_stages(
+            stages, request, candidates, random + np.uint64(i) * _GOLDEN, bundle, row
+        ):
             return i
-        if stages & SCORE != 0:
-            costing.note_waits(ranks, candidates, fleet, waits, traffic)
-        if stages & ACCOUNT != 0:
-            _tell(request, rank, held, bundle, row)
-            _account(request, rank, fleet, bundle, row)
-        start, first = ends[i], last
-    return len(ends)
+        start, first = end, last
+    return num_requests

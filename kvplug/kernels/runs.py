@@ -14,7 +14,7 @@ has matched all of it, without looking at the blocks between. Words of a run:
     PARENT   sequence hash of the block before START; 0 if there is none or if it is not known. With
              a run above: 1 + the only holder that comes or goes between the two, 0 if not known
     LINKS    low half: the run above, whose last block comes right before START; high half: the run
-             below, which names this one as the run above; 0: not known
+             below, whose run above is this one; 0: not known
 
 Of a free run, START has the next free one. Run 0 is none; its words START and END have the first
 free run and the number of live ones, USED has the time, which is never 0. Reference:
@@ -203,7 +203,7 @@ def create(runs: U64, set_id: np.uint64, depth: np.uint64, seed: np.uint64) -> n
     put(runs, run, START, depth)
     put(runs, run, END, depth - _1)
     put(runs, run, SEED, seed)
-    touch(runs, run)
+    mark_used(runs, run)
     return np.uint64(run)
 
 
@@ -224,20 +224,20 @@ def free(runs: U64, run: np.uint64) -> None:
 
 @inlined
 def time(runs: U64) -> np.uint64:
-    """When what is used now was used, for `touch_at`."""
+    """The time now, for `mark_used_at`."""
     return np.uint64(runs[USED] << _32)
 
 
 @inlined
-def touch_at(runs: U64, run: np.uint64, used: np.uint64) -> None:
+def mark_used_at(runs: U64, run: np.uint64, used: np.uint64) -> None:
     """The run was used then."""
     put(runs, run, USED, num_holes(runs, run) | used)
 
 
 @inlined
-def touch(runs: U64, run: np.uint64) -> None:
+def mark_used(runs: U64, run: np.uint64) -> None:
     """The run was used now."""
-    touch_at(runs, run, time(runs))
+    mark_used_at(runs, run, time(runs))
 
 
 @inlined

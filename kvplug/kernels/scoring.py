@@ -3,9 +3,9 @@
 In:  its hashes; what ranks hold of it (kernels/matching.py); bundles (kernels/bundle.py).
 Out: COSTS, OWN_MS and FOUND of each candidate.
 
-Parts for kernels/routing.py. The formulas are those of kernels/costing.py; besides them: what full
-caches will have lost by then (kernels/forecast.py), prefixes that are asked for so much that a copy
-pays, objectives. Reference: plain Python (tests/kernels/test_routing.py).
+Parts for kernels/routing.py. The formulas are those of kernels/costing.py; added here are what
+full caches will have lost by then (kernels/forecast.py), prefixes so popular that a copy pays, and
+objectives. Reference: plain Python (tests/kernels/test_routing.py).
 """
 
 from typing import NamedTuple
@@ -23,21 +23,22 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Index = int | np.int64
 
-# Arrays of the fleet's bundle. INDEX_RANKS: int64[ranks], the index's number of each rank of the
-# fleet, 0 for those in another index, which are no candidates. Of each rank, for the request at
+# The arrays of a bundle for one index of the fleet. INDEX: the bundle of kernels/matching.py. HELD:
+# its answer for the request at hand. INDEX_RANKS: int64[ranks], the index's number of each rank of
+# the fleet, 0 for those in another index, which are no candidates. Of each rank, for the request at
 # hand: COSTS, OWN_MS, WAITS (ms) and FOUND, float64[3 * ranks], the columns of costing.Found.
 # EXPECTED...: kernels/expiring.py.
 (
-    SETTINGS, RANKS, TRAFFIC, INDEX_RANKS, COSTS, OWN_MS, WAITS, FOUND, ACTIVE,
+    SETTINGS, INDEX, HELD, RANKS, TRAFFIC, INDEX_RANKS, COSTS, OWN_MS, WAITS, FOUND, ACTIVE,
     FORECAST_SLOTS, FORECAST_KEYS, FORECAST_LINKS, FORECAST_ENDS,
     POPULAR_KEYS, POPULAR_COUNTS,
     EXPECTED_SLOTS, EXPECTED_KEYS, EXPECTED_DEADLINES, EXPECTED_LINKS, EXPECTED_STATE,
-) = range(20)  # fmt: skip
+) = range(22)  # fmt: skip
 # SETTINGS, float64. COST_IN_MS: 1 for milliseconds, 0 for blocks. Objectives: 0 for none.
 (
-    COST_IN_MS, OVERLAP_WEIGHT, TEMPERATURE, EXPECTED_TTL_S, USES_EVENTS, TTFT_OBJECTIVE_MS,
-    ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, NUM_SETTINGS,
-) = range(10)  # fmt: skip
+    BLOCK_SIZE, COST_IN_MS, OVERLAP_WEIGHT, TEMPERATURE, EXPECTED_TTL_S, USES_EVENTS,
+    TTFT_OBJECTIVE_MS, ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, NUM_SETTINGS,
+) = range(11)  # fmt: skip
 
 # A rank that cannot meet an objective comes after all that can: it costs so much more.
 LAST_RESORT = 1e12
@@ -132,15 +133,13 @@ def _find_then(request: Request, rank: Index, found: Found, bundle: U64) -> Foun
 
 
 @inlined
-def _fill_times(
-    request: Request, candidates: I64, fleet: Fleet, index: U64, held: I64, bundle: U64
-) -> None:
+def _fill_times(request: Request, candidates: I64, fleet: Fleet, held: I64, bundle: U64) -> None:
     """FOUND, OWN_MS, and COSTS in milliseconds."""
     ranks, index_ranks = f64_of(bundle, RANKS), i64_of(bundle, INDEX_RANKS)
     costs, own, waits = f64_of(bundle, COSTS), f64_of(bundle, OWN_MS), f64_of(bundle, WAITS)
     out, num_ranks = f64_of(bundle, FOUND), len(index_ranks)
     common = np.inf
-    confidences = f64_of(index, matching.CREDITS)[prefix_lengths.NUM_MASKS :]
+    confidences = f64_of(u64_of(bundle, INDEX), matching.CREDITS)[prefix_lengths.NUM_MASKS :]
     settings = f64_of(bundle, SETTINGS)
     has_forecast, has_events = settings[COST_IN_MS] > 0, settings[USES_EVENTS] > 0
     for i in range(len(candidates)):
@@ -262,12 +261,10 @@ def _raise_misses(request: Request, candidates: I64, bundle: U64) -> None:
 
 
 @inlined
-def fill_scores(
-    request: Request, candidates: I64, fleet: Fleet, index: U64, held: I64, bundle: U64
-) -> None:
+def fill_scores(request: Request, candidates: I64, fleet: Fleet, held: I64, bundle: U64) -> None:
     """COSTS, OWN_MS and FOUND of each candidate."""
     settings = f64_of(bundle, SETTINGS)
-    _fill_times(request, candidates, fleet, index, held, bundle)
+    _fill_times(request, candidates, fleet, held, bundle)
     if settings[COST_IN_MS] > 0:
         _encourage_copies(request, candidates, fleet, bundle)
     else:

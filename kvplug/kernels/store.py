@@ -1,12 +1,12 @@
-"""Blocks join a holder.
+"""Blocks come to a holder.
 
-In:  sequence hashes of consecutive blocks, what the engine calls them, a holder number.
+In:  sequence hashes and engine hashes of consecutive blocks, a holder number.
 Out: the arrays of kernels/residency.py, changed.
 
-An event is claimed first (its slots found and filled, or everything taken back if a name and a
-content do not go together), then held. A block that is new to a holder leaves its run for one whose
-set has the holder, too: at best the run of the block before. Parts for storing.py and applying.py.
-Reference: tests/index/reference.py.
+An event is claimed first: its slots are found and filled, or everything is taken back if an engine
+hash and a sequence hash conflict. Then it is held: a block that is new to a holder leaves its run
+for one whose set has the holder, too, at best the run of the block before. Parts for membership.py
+and applying.py. Reference: tests/index/reference.py.
 """
 
 import numpy as np
@@ -32,8 +32,8 @@ from kvplug.kernels.table import (
     fill_slot,
     find_slot,
     has_room,
-    touch_next,
-    touch_slots,
+    prefetch_first,
+    prefetch_next,
 )
 
 U64 = npt.NDArray[np.uint64]
@@ -46,7 +46,7 @@ _NOTHING = ~_0
 
 @inlined
 def can_store(blocks: Blocks, space: SpaceArrays, holder: Index, num_blocks: Index) -> bool:
-    """Whether as many blocks, new ones all of them, fit in every array."""
+    """Whether so many blocks, all of them new, fit in every array."""
     fits = has_room(blocks.table, num_blocks) and has_room(blocks.copies, num_blocks)
     if len(space.slots) > 0:
         fits = fits and has_room(space.slots, num_blocks)
@@ -66,13 +66,13 @@ def _fits_content(value: np.uint64, hash_: np.uint64, depth: np.uint64) -> bool:
 def _claim_engine_hash(
     blocks: Blocks, space: SpaceArrays, engine_hash: np.uint64, hash_: np.uint64, value: np.uint64
 ) -> int:
-    """1 if the name is new, 0 if it is there, -1 if the two do not go together."""
+    """1 if the engine hash is new, 0 if it is there, -1 if it conflicts with the sequence hash."""
     at = find_slot(space.slots, engine_hash, capacity_of(space.slots))
     known = space.slots[_2 * at + _1]
     if known != _0:
         return 0 if known == hash_ and value != _0 else -1
     if value != _0 and has_engine_hash(blocks, space, set_of(blocks, runs.run_of(value))):
-        return -1  # under another name
+        return -1  # under another engine hash
     fill_slot(space.slots, at, engine_hash, hash_)
     return 1
 
@@ -99,25 +99,26 @@ def claim(
 ) -> bool:
     """Find or fill the slot of each block; False, and nothing done, if there is a conflict.
 
-    out_at[i]: the slot, times 4, plus 2 if the block is new to the table, plus 1 if its name is.
+    out_at[i]: the slot, times 4, plus 2 if the block is new to the table, plus 1 if its engine
+    hash is new to the hash space.
     """
     capacity = capacity_of(blocks.table)
-    touch_slots(blocks.table, hashes)
+    prefetch_first(blocks.table, hashes)
     if len(space.slots) > 0:
-        touch_slots(space.slots, engine_hashes)
+        prefetch_first(space.slots, engine_hashes)
     for i in range(len(hashes)):
-        touch_next(blocks.table, hashes, i, capacity)
+        prefetch_next(blocks.table, hashes, i, capacity)
         if len(space.slots) > 0:
-            touch_next(space.slots, engine_hashes, i, capacity_of(space.slots))
+            prefetch_next(space.slots, engine_hashes, i, capacity_of(space.slots))
         slot = find_slot(blocks.table, hashes[i], capacity)
-        value, named = blocks.table[_2 * slot + _1], 0
+        value, claimed = blocks.table[_2 * slot + _1], 0
         fits = _fits_content(value, hashes[i], depth)
         if fits and len(space.slots) > 0:
-            named = _claim_engine_hash(blocks, space, engine_hashes[i], hashes[i], value)
-        if not fits or named < 0:
+            claimed = _claim_engine_hash(blocks, space, engine_hashes[i], hashes[i], value)
+        if not fits or claimed < 0:
             _give_back(blocks, space, engine_hashes, hashes, out_at[:i])
             return False
-        out_at[i] = (slot << _2) | (_2 if value == _0 else _0) | np.uint64(named)
+        out_at[i] = (slot << _2) | (_2 if value == _0 else _0) | np.uint64(claimed)
         if value == _0:
             fill_slot(blocks.table, slot, hashes[i], runs.place(_CLAIMED, depth))
         depth += _1
@@ -147,7 +148,7 @@ def _run_with(
 def _link_rest(
     blocks: Blocks, run: np.uint64, rest: np.uint64, depth: np.uint64, hash_: np.uint64
 ) -> None:
-    """What `rest` still has follows the run that took its head: a match need not look for it."""
+    """The rest of a run follows the one that took its head: a match need not look it up."""
     is_next = runs.get(blocks.runs, rest, runs.START) == depth + _1
     if is_next and runs.is_live(blocks.runs, rest):
         runs.link(blocks.runs, run, rest, hash_)
@@ -185,6 +186,6 @@ def hold(
             num_new += 1
         before = hashes[i]
         depth += _1
-    runs.touch(blocks.runs, last)
+    runs.mark_used(blocks.runs, last)
     blocks.header[holders.NUM_HELD + holder] += num_new
     return num_new

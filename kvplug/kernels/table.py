@@ -22,13 +22,13 @@ Index = int | np.int64
 
 # 2**64 / golden ratio: one multiplication spreads keys that differ in few bits (Knuth, 6.4).
 _GOLDEN, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-# Slots from which on memory counts for more than time: 2 MiB. At a load of 0.8 a hit takes 3 looks
-# in a row, a miss 13; at 0.4 1.3 and 1.9. Removing a block took 110 ns at 0.42, 66 at 0.21.
+# From so many slots on, 2 MiB, memory counts for more than time. At a load of 0.8 a hit takes 3
+# looks in a row, a miss 13; at 0.4 1.3 and 1.9. Removing a block took 110 ns at 0.42, 66 at 0.21.
 LARGE = 2**17
-# Of each of two tables at once. What is asked for while a core has some dozens of loads under way
-# is forgotten: 8 MiB looked at in random order took 51 ns each with 128 at once, 12 with 64 and 6
+# Keys of each of two tables at once. A core that has some dozens of loads under way drops further
+# prefetches: 8 MiB looked at in random order took 51 ns each with 128 at once, 12 with 64 and 6
 # with 16.
-NUM_TOUCHED = 16
+NUM_PREFETCHED = 16
 _ABSENT, _ONE, _TWO, _FOUR = (np.uint64(n) for n in (0, 1, 2, 4))
 
 
@@ -102,9 +102,9 @@ def erase_slot(slots: U64, hole: np.uint64, capacity: np.uint64) -> None:
 
 
 @inlined
-def touch(slots: U64, key: np.uint64, capacity: np.uint64) -> None:
-    """Have the slot of a key, and the two behind it, on their way from memory: every second look
-    goes on to the next slot.
+def prefetch_key(slots: U64, key: np.uint64, capacity: np.uint64) -> None:
+    """Prefetch the slot of a key, and the two behind it: every second look goes on to the next
+    slot.
     """
     at = _TWO * home_of(key, capacity)
     prefetch(slots, at)
@@ -112,18 +112,18 @@ def touch(slots: U64, key: np.uint64, capacity: np.uint64) -> None:
 
 
 @inlined
-def touch_slots(slots: U64, keys: U64) -> None:
-    """Touch the first keys, at once and not one after the other; touch_next goes on with others."""
+def prefetch_first(slots: U64, keys: U64) -> None:
+    """Prefetch the first keys at once; `prefetch_next` goes on with the others."""
     capacity = capacity_of(slots)
-    for i in range(min(NUM_TOUCHED, len(keys))):
-        touch(slots, keys[i], capacity)
+    for i in range(min(NUM_PREFETCHED, len(keys))):
+        prefetch_key(slots, keys[i], capacity)
 
 
 @inlined
-def touch_next(slots: U64, keys: U64, i: Index, capacity: np.uint64) -> None:
-    """As key i is looked at, touch a later one."""
-    if i + NUM_TOUCHED < len(keys):
-        touch(slots, keys[i + NUM_TOUCHED], capacity)
+def prefetch_next(slots: U64, keys: U64, i: Index, capacity: np.uint64) -> None:
+    """As key i is looked up, prefetch a later one."""
+    if i + NUM_PREFETCHED < len(keys):
+        prefetch_key(slots, keys[i + NUM_PREFETCHED], capacity)
 
 
 @inlined

@@ -1,8 +1,15 @@
-"""Second floor: deciding which worker gets a request.
+"""Deciding which worker gets a request.
 
-core      Router: the request path, readable in one screen
-config    RouterConfig: every knob, checked once
-cost      what a request would cost on each rank
-load      what each rank is busy with
-policies  one rank out of the candidates
+core              Router: the request path, readable in one screen
+config            RouterConfig: every setting, checked once
+decider           the decision: candidates, one kernel call, one rank
+group_arrays      the arrays that the routing kernel reads, for one index
+fleet_index       one index for each model and block size of the fleet
+load              requests in flight on each rank, and cache sizes
+cache_forecast    what the caches will hold once the routed requests are served
+cache_sizes       how many blocks each rank holds and has room for
+engine_model      how long an engine takes, and how that is fitted
+engine_speeds     the fitted model of each rank
+observer          what a Router reports of decisions and events
+query_first_lock  queries go before ingestion
 """

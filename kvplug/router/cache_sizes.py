@@ -1,12 +1,12 @@
 """How full the cache of each rank is, and how many blocks it has room for.
 
-In:  what engines say; how many blocks they hold, also when they evict.
+In:  the capacities that engines report; how many blocks they hold, and how many they evict.
 Out: the numbers in the load of the fleet (kvplug/router/load.py); what is wrong with them.
 
-An engine that evicts is full, so the most that it held then is its capacity, or nearly: a request
-of many blocks evicts before the last of them fit. What an engine says is believed unless it holds
-more, or has evicted as many blocks and never held nearly as many: one that counts the blocks of two
-kinds of attention, or keeps answers out of its cache until they end, has room for fewer of ours.
+An engine that evicts is full, so the most that it held then is about its capacity. A reported
+capacity is believed unless the engine holds more, or evicts that many blocks without ever having
+held nearly as many: an engine that counts the blocks of two kinds of attention, or keeps answers
+out of its cache until they end, has room for fewer prefix blocks than it says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _LEAST_SHARE = 0.8
 
 @dataclass(slots=True)
 class CacheSize:
-    """Of one rank's cache, in blocks; `problem`: what is wrong with the capacity that was said."""
+    """Of one rank's cache, in blocks; `said`: the reported capacity; `problem`: what is wrong
+    with it.
+    """
 
     num_resident: int = 0
     said: float | None = None
@@ -82,7 +84,7 @@ class CacheSize:
 
 
 class CacheSizes:
-    """say, note, note_worth, note_clear, note_all; of(rank)."""
+    """say, note, note_confidence, note_clear, note_all; of(rank)."""
 
     def __init__(self, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._fleet_index, self._load = fleet_index, load
@@ -134,7 +136,7 @@ class CacheSizes:
             self._put_resident(rank)
 
     def note_clear(self, rank: Rank) -> None:
-        """The rank holds nothing any more, or nobody knows what."""
+        """The rank holds nothing any more, or what it holds is unknown."""
         self._load.empty_cache(self._fleet_index.numbers.number_of(rank))
         if rank in self._sizes:
             self._sizes[rank].num_evicted = 0
@@ -145,7 +147,7 @@ class CacheSizes:
         self._sizes.pop(rank, None)
 
     def _num_evicted(self, rank: Rank, num_fewer: int, num_removed: int) -> int:
-        """Of blocks that were removed, those that its device had no room for."""
+        """How many of the removed blocks were evicted from the device."""
         index = self._fleet_index.group_of(rank).index
         if self._fleet_index.confidence_of(rank) < 1 or index.capacity_guard.stats.num_blocks:
             return 0  # it holds more than is known
@@ -153,7 +155,7 @@ class CacheSizes:
         return max(0, num_fewer) if has_tiers else num_removed
 
     def _put_resident(self, rank: Rank) -> None:
-        """What a rank holds whose blocks count for nothing is known until it is sent something."""
+        """Of a rank with confidence 0, what it holds is known until it computes something."""
         if not self._load.counts_sent:
             number = self._fleet_index.numbers.number_of(rank)
             is_told = self._fleet_index.confidence_of(rank) > 0

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -22,7 +24,6 @@ from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
-from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
@@ -31,6 +32,12 @@ from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
 from kvplug.router.load import ActiveLoad
+from kvplug.router.observer import (
+    Arrival,
+    RouterObserver,
+    run_of_events,
+    run_of_records,
+)
 from kvplug.router.prompt import Prompt, checked_num_tokens
 from kvplug.router.query_first_lock import QueryFirstLock
 
@@ -40,16 +47,10 @@ _SLOTS_PER_SLICE = 1024
 _EVENTS_PER_SLICE = 64
 
 
-def slices_of(batch: EventBatch) -> Iterator[EventBatch]:
-    """The batch in parts of so many events that a query can wait for one."""
-    yield structs.replace(batch, events=batch.events[:_EVENTS_PER_SLICE])
-    for first in range(_EVENTS_PER_SLICE, len(batch.events), _EVENTS_PER_SLICE):
-        yield structs.replace(batch, events=batch.events[first : first + _EVENTS_PER_SLICE])
-
-
 class Router:
     """Following workers: add_worker, apply, clear, remove_worker. Requests: route, first_token,
-    finish. `fleet_index` and `load` may be read for inspection, while no other thread is at work.
+    finish. `fleet_index` and `load` may be read for inspection, while no other thread is at work
+    or within `locked`. One observer is told of decisions and events (kvplug/router/observer.py).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Router:
         self._speeds = EngineSpeeds(self.fleet_index, self.load)
         self._decider = Decider(self.config, self.fleet_index, self.load, random_)
         self._clock = clock
+        self._observer = RouterObserver()
 
     @property
     def ranks(self) -> list[Rank]:
@@ -88,6 +90,25 @@ class Router:
             raise ConfigError("the fleet has several indexes: ask index_of(rank)")
         return only.index
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What tells it the time, in seconds."""
+        return self._clock
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Within it nothing is routed, applied or changed: for a short look at several things.
+
+        `ranks`, `index_of`, `fleet_index` and `load` can be read then; a method that changes or
+        decides something would wait for ever.
+        """
+        return self._lock
+
+    def set_observer(self, observer: RouterObserver) -> None:
+        """Tell it of decisions and applied events from now on, instead of the one before."""
+        with self._lock.low_priority:
+            self._observer = observer
+            self._decider.on_decision = observer.on_decision
+
     def index_of(self, rank: Rank) -> BlockIndex:
         """The index of the rank's model and block size; an empty one's if the rank is unknown."""
         return self.fleet_index.group_of(rank).index
@@ -100,18 +121,19 @@ class Router:
         Without a `block_size` of its own it has the one of the config, and without that the one of
         the first blocks that it stores. Called again, it adds to what is known of the worker.
         """
-        with self._changing_fleet():
+        with self._lock.low_priority:  # not within a run of events: a worker may change its index
             self.fleet_index.add_worker(worker, dp_size, model, block_size)
             self._fleet_changed()
 
     def remove_worker(self, worker: str) -> None:
         """Forget the worker, its blocks and its load."""
-        with self._changing_fleet():
+        with self._lock.low_priority:
             for number, rank in enumerate(self.fleet_index.numbers.ranks):
                 if rank is not None and rank.worker == worker:
                     self.load.forget(number, self._clock())
                     self._speeds.forget(number)
                     self.cache_sizes.forget(rank)
+                    self._observer.on_rank_left(rank)
             self.fleet_index.remove_worker(worker)
             self._fleet_changed()
 
@@ -121,14 +143,10 @@ class Router:
         ConfigError in the approximate mode.
         """
         self.require_events(rank)
-        applied = ApplyResult()
-        with self._lock.low_priority as turn:
-            for part in slices_of(batch):
-                before = self.cache_sizes.num_resident(rank)
-                applied_now = self.fleet_index.apply(rank, part)
-                self.cache_sizes.note(rank, before, applied_now)
-                applied.add(applied_now)
-                turn.yield_to_queries()
+        arrival, applied = Arrival(rank, batch.ts, self._clock()), ApplyResult()
+        run_of = partial(run_of_events, batch.events)
+        apply_slice = partial(self._apply_events, rank, batch, applied)
+        self._apply_in_slices(arrival, len(batch.events), run_of, apply_slice)
         return applied
 
     def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
@@ -147,11 +165,10 @@ class Router:
     def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
         self.require_events(rank)
-        applied, at = ApplyResult(), 0
-        with self._lock.low_priority as turn:
-            while at < records.num_events:
-                at = self._apply_slice(rank, records, at, applied)
-                turn.yield_to_queries()
+        arrival, applied = Arrival(rank, records.ts, self._clock()), ApplyResult()
+        run_of = partial(run_of_records, records)
+        apply_slice = partial(self._apply_records, rank, records, applied)
+        self._apply_in_slices(arrival, records.num_events, run_of, apply_slice)
         return applied
 
     def require_events(self, rank: Rank) -> None:
@@ -175,7 +192,14 @@ class Router:
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
         with self._lock.low_priority as turn:
-            return self._clear_in_slices(rank, turn.yield_to_queries)
+            if rank not in self.fleet_index.numbers:
+                return 0
+            arrival = Arrival(rank, 0.0, self._clock())
+            self._observer.before_removal(rank)
+            num_dropped = self._clear_in_slices(rank, turn.yield_to_queries)
+            self._observer.after_removal(arrival)
+            self._observer.on_clear(rank)
+            return num_dropped
 
     def save_index(self, path: Path) -> None:
         """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
@@ -273,6 +297,14 @@ class Router:
             if request is not None:
                 self._speeds.learn_first_token(request, now_s)
 
+    def renew(self, request_id: str) -> None:
+        """The request is still served: it counts as load for another `request_expiry_s`.
+
+        Nothing is done if it is not in flight.
+        """
+        with self._lock:
+            self.load.renew(request_id, self._clock())
+
     def finish(self, request_id: str, num_tokens: int | None = None) -> None:
         """The request is over, for whatever reason; `num_tokens`: how long the answer was.
 
@@ -322,44 +354,66 @@ class Router:
         with self._lock:
             return self._speeds.quality_of(rank)
 
-    @contextmanager
-    def _changing_fleet(self) -> Iterator[None]:
-        """Not within a run of events: a worker may change its index."""
-        with self._lock.low_priority:
-            yield
-
     def _block_size(self) -> int | None:
         """Without events nobody would tell the block size."""
         known = self.config.block_size
         return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
 
-    def _apply_slice(self, rank: Rank, records: Records, first: int, applied: ApplyResult) -> int:
+    def _apply_in_slices(
+        self,
+        arrival: Arrival,
+        num_events: int,
+        run_of: Callable[[int], tuple[bool, int]],
+        apply_slice: Callable[[int, int], int],
+    ) -> None:
+        """`apply_slice(first, end)` of some of these events, at most; it returns the next one."""
+        rank, at = arrival.rank, 0
+        with self._lock.low_priority as turn:
+            is_member = rank in self.fleet_index.numbers
+            observer = self._observer if is_member else RouterObserver()
+            while at < num_events:
+                # A block may go and come back within one batch: then the observer looks in between.
+                removes, end = run_of(at) if observer.watches(rank) else (False, num_events)
+                if removes:
+                    observer.before_removal(rank)
+                at = apply_slice(at, end)
+                while removes and at < end:
+                    turn.yield_to_queries()
+                    at = apply_slice(at, end)
+                if removes:
+                    observer.after_removal(arrival)
+                turn.yield_to_queries()
+            observer.on_applied(arrival)
+
+    def _apply_events(
+        self, rank: Rank, batch: EventBatch, applied: ApplyResult, first: int, end: int
+    ) -> int:
+        end = min(end, first + _EVENTS_PER_SLICE)
+        before = self.cache_sizes.num_resident(rank)
+        part = self.fleet_index.apply(rank, structs.replace(batch, events=batch.events[first:end]))
+        self.cache_sizes.note(rank, before, part)
+        applied.add(part)
+        return end
+
+    def _apply_records(
+        self, rank: Rank, records: Records, applied: ApplyResult, first: int, end: int
+    ) -> int:
         before, part = self.cache_sizes.num_resident(rank), ApplyResult()
+        if end < records.num_events:
+            records = replace(records, num_events=end)
         at = self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, part)
         self.cache_sizes.note(rank, before, part)
         applied.add(part)
         return at
 
     def _clear_in_slices(self, rank: Rank, yield_to_queries: Callable[[], None]) -> int:
-        clearing = self._start_clear(rank)
-        if clearing is None:
-            return 0
+        clearing = self.fleet_index.start_clear(rank)
         while not clearing.is_done:
-            self._clear_slice(clearing)
+            clearing.advance(_SLOTS_PER_SLICE)
             yield_to_queries()
-        self._end_clear(rank)
-        return clearing.num_dropped
-
-    def _start_clear(self, rank: Rank) -> Clearing | None:
-        known = rank in self.fleet_index.numbers
-        return self.fleet_index.start_clear(rank) if known else None
-
-    def _clear_slice(self, clearing: Clearing) -> None:
-        clearing.advance(_SLOTS_PER_SLICE)
-
-    def _end_clear(self, rank: Rank) -> None:
         self.fleet_index.end_clear(rank)
         self.cache_sizes.note_clear(rank)
+        return clearing.num_dropped
 
     def _fleet_changed(self) -> None:
         self._decider.fleet_changed()

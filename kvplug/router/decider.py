@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -74,18 +74,19 @@ class Answer(NamedTuple):
 
 
 class _Requests(msgspec.Struct, gc=False):
-    """As the kernel takes them: tokens of all, where each ends, their hashes."""
+    """As the kernel takes them: the tokens of all, their hashes, a row of each."""
 
     tokens: Tokens
-    ends: I64
     seed: Any  # an int: a kernel takes it in less time than np.uint64
     hashes: Hashes
-    now_s: float
-    answer_tokens: float
+    rows: F64
 
 
 class Decider:
-    """candidates, then decide or decide_many; fleet_changed. Not thread-safe."""
+    """candidates, then decide or decide_many; fleet_changed. Not thread-safe.
+
+    `on_decision` is called with each decision and its request as soon as they are made.
+    """
 
     def __init__(
         self,
@@ -99,8 +100,9 @@ class Decider:
         self._candidates = Candidates(fleet_index)
         self._round_robin = RoundRobin()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
-        self._out: F64 = np.zeros(routing.NUM_OUT)
+        self._row: F64 = np.zeros(routing.REQUEST_WIDTH)
         self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
+        self.on_decision: Callable[[Decision, ActiveRequest], None] = _unobserved
 
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
@@ -134,19 +136,19 @@ class Decider:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
         if self._config.mode == "round_robin":
             candidates = np.array([self._round_robin.pick(candidates)])
-        groups = self._fleet_index.asked(candidates)
+        groups = self._fleet_index.groups_with(candidates)
         if len(groups) > 1:
             return self._decide_among(groups, prompt, request_id, candidates, now_s, answer)
-        requests = _requests(prompt, groups[0], now_s, answer)
-        self._call(routing.BOTH, requests, groups[0], candidates)
-        return self._accept(request_id, groups[0], requests.hashes, self._out, now_s, answer)
+        request = self._request(prompt, groups[0], now_s, answer)
+        self._call(routing.BOTH, request, groups[0], candidates)
+        return self._accept(request_id, groups[0], request.hashes, self._row, now_s, answer)
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
         answer: Answer,
     ) -> list[Decision]:  # fmt: skip
         """As `decide` for each, with ids of ours."""
-        groups = self._fleet_index.asked(candidates)
+        groups = self._fleet_index.groups_with(candidates)
         if self._config.mode == "kv" and len(groups) == 1 and not groups[0].index.bigrams:
             return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, answer)
         return [
@@ -181,7 +183,7 @@ class Decider:
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
         for group in groups:
             mine = candidates[np.isin(candidates, group.numbers)]
-            requests[group] = _requests(prompt, group, now_s, answer)
+            requests[group] = self._request(prompt, group, now_s, answer)
             self._call(routing.SCORE, requests[group], group, mine)
             unit = 1 if self._config.is_cost_in_ms else group.block_size  # else in tokens
             costs[mine] = self._arrays_of(group).costs[mine] * unit
@@ -189,28 +191,36 @@ class Decider:
         group = self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
         chosen = requests[group]
         self._call(routing.ACCOUNT, chosen, group, np.array([number]))
-        return self._accept(request_id, group, chosen.hashes, self._out, now_s, answer)
+        return self._accept(request_id, group, chosen.hashes, self._row, now_s, answer)
 
     def _pick(self, candidates: I64, costs: F64) -> int:
         if self._config.temperature > 0:
             return pick_softmax(candidates, costs, self._config.temperature, self._random)
         return pick_lowest(candidates, costs, self._random)
 
-    def _call(self, stages: int, requests: _Requests, group: IndexGroup, candidates: I64) -> None:
-        """For one request; what comes of it is in `_out`."""
-        while not self._call_kernel(stages, requests, group, candidates, self._out):
-            self._make_room(group, candidates, len(requests.hashes))
+    def _request(
+        self, prompt: Prompt, group: IndexGroup, now_s: float, answer: Answer
+    ) -> _Requests:
+        """One request, in `_row`, whose hashes the kernel computes unless they are known."""
+        hashes, tokens, row = prompt.known_hashes(group.index.hasher), NO_TOKENS, self._row
+        if hashes is None:
+            hashes, tokens = np.empty(len(prompt) // group.block_size, np.uint64), prompt.tokens
+        row[routing.NUM_TOKENS], row[routing.NOW_S] = len(prompt), now_s
+        row[routing.MAX_ANSWER_TOKENS] = answer.limit
+        return _Requests(tokens, prompt.seed, hashes, row)
+
+    def _call(self, stages: int, request: _Requests, group: IndexGroup, candidates: I64) -> None:
+        while not self._call_kernel(stages, request, group, candidates):
+            self._make_room(group, candidates, len(request.hashes))
 
     def _call_kernel(
-        self, stages: int, requests: _Requests, group: IndexGroup, candidates: I64, out: F64
+        self, stages: int, requests: _Requests, group: IndexGroup, candidates: I64
     ) -> int:
         """How many of the requests are done."""
-        arrays = self._arrays_of(group)
         random_: Any = self._random.getrandbits(63)  # as `seed`
         return int(routing.route(
-            stages, requests.tokens, requests.ends, group.block_size, requests.seed,
-            requests.now_s, random_, requests.answer_tokens, candidates, arrays.index,
-            arrays.fleet, requests.hashes, arrays.held, out,
+            stages, requests.seed, random_, requests.tokens, candidates,
+            self._arrays_of(group).bundle, requests.hashes, requests.rows,
         ))  # fmt: skip
 
     def _make_room(self, group: IndexGroup, candidates: I64, num_blocks: int) -> None:
@@ -226,34 +236,33 @@ class Decider:
         tokens = np.concatenate([NO_TOKENS, *prompts])
         ends, hash_ends = np.cumsum(lengths), np.cumsum(lengths // group.block_size)
         hashes = np.empty(int(hash_ends[-1]) if prompts else 0, dtype=np.uint64)
-        outs, done = np.zeros((len(prompts), routing.NUM_OUT)), 0
+        rows, done = np.zeros((len(prompts), routing.REQUEST_WIDTH)), 0
+        rows[:, routing.NUM_TOKENS], rows[:, routing.NOW_S] = lengths, now_s
+        rows[:, routing.MAX_ANSWER_TOKENS] = answer.limit
         decisions: list[Decision] = []
         while done < len(prompts):
             first, first_hash = (int(e[done - 1]) if done else 0 for e in (ends, hash_ends))
-            rest = _Requests(
-                tokens[first:], ends[done:] - first, seed, hashes[first_hash:], now_s, answer.limit
-            )  # fmt: skip
-            rest_out = outs[done:].reshape(-1)
-            done += self._call_kernel(routing.BOTH, rest, group, candidates, rest_out)
-            for out in outs[len(decisions) : done]:
+            rest = _Requests(tokens[first:], seed, hashes[first_hash:], rows[done:].reshape(-1))
+            done += self._call_kernel(routing.BOTH, rest, group, candidates)
+            for row in rows[len(decisions) : done]:
                 at = len(decisions)
                 mine = hashes[int(hash_ends[at - 1]) if at else 0 : int(hash_ends[at])]
-                decisions.append(self._accept(self._new_id(), group, mine, out, now_s, answer))
+                decisions.append(self._accept(self._new_id(), group, mine, row, now_s, answer))
             if done < len(prompts):
                 self._make_room(group, candidates, len(prompts[done]) // group.block_size)
         return decisions
 
     def _accept(
-        self, request_id: str, group: IndexGroup, hashes: Hashes, out: F64, now_s: float,
+        self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
         answer: Answer,
     ) -> Decision:  # fmt: skip
-        number, cost, depth, own_ms, *prefill = out.tolist()
+        number, cost, depth, own_ms, *prefill = row.tolist()[routing.RANK :]
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
         presumed_s = None if answer.reports_first_token else now_s + own_ms / 1e3
         self._load.start(request_id, request, presumed_s)
-        return Decision(
+        decision = Decision(
             request_id=request_id,
             rank=self._fleet_index.numbers.rank(number),
             overlap_blocks=depth,
@@ -263,6 +272,8 @@ class Decider:
             block_size=group.block_size,
             predicted_ttft_ms=own_ms,
         )
+        self.on_decision(decision, request)
+        return decision
 
     def _arrays_of(self, group: IndexGroup) -> GroupArrays:
         arrays = self._arrays.get(group)
@@ -275,11 +286,5 @@ class Decider:
         return f"{self._prefix}-{next(self._numbers)}"
 
 
-def _requests(prompt: Prompt, group: IndexGroup, now_s: float, answer: Answer) -> _Requests:
-    """One request, whose hashes the kernel computes unless they are known."""
-    hashes, tokens = prompt.known_hashes(group.index.hasher), NO_TOKENS
-    if hashes is None:
-        hashes, tokens = np.empty(len(prompt) // group.block_size, np.uint64), prompt.tokens
-    ends = np.empty(1, dtype=np.int64)
-    ends[0] = len(prompt)  # half the time of np.array
-    return _Requests(tokens, ends, prompt.seed, hashes, now_s, answer.limit)
+def _unobserved(decision: Decision, request: ActiveRequest) -> None:
+    pass

@@ -1,7 +1,7 @@
-"""How fast each rank is taken to be: as its operator says, else as its answers tell.
+"""How fast each rank is: as its operator says, else as measured from its answers.
 
-In:  models that are given; first tokens and ends of requests.
-Out: the columns of the load that kernels/costing.py reads; how good the fits are.
+In:  given models; first tokens and ends of requests.
+Out: the columns of the load that kernels/costing.py reads, and how good the fits are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvplug.router.load import ActiveLoad, ActiveRequest
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
-_LESSON_S = 0.005  # between two observations that a model is fitted to: that takes 100 us
+_MIN_PAUSE_S = 0.005  # between two fits: one takes 100 us
 
 
 class ModelQuality(NamedTuple):
@@ -51,7 +51,7 @@ class EngineSpeeds:
         self._fits: defaultdict[IndexGroup, FleetFit] = defaultdict(lambda: FleetFit(EngineModel()))
         self._given: dict[int, EngineModel] = {}
         self._factors: F64 = np.ones((2, 0))
-        self._taught_s = -np.inf
+        self._fitted_s = -np.inf
 
     def give(self, number: int, model: EngineModel) -> None:
         """The rank is so fast; nothing is learnt of it from now on."""
@@ -126,9 +126,9 @@ class EngineSpeeds:
         return self._load.ranks[:, costing.FIXED_MS : costing.CONTEXT_MS + 1]
 
     def _may_learn(self, number: int, now_s: float) -> bool:
-        if number in self._given or now_s < self._taught_s + _LESSON_S:
+        if number in self._given or now_s < self._fitted_s + _MIN_PAUSE_S:
             return False
-        self._taught_s = now_s
+        self._fitted_s = now_s
         return True
 
     def _decoding_of(self, request: ActiveRequest, num_steps: int) -> Decoding:
@@ -148,7 +148,7 @@ class EngineSpeeds:
         return self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
 
     def _put(self, group: IndexGroup) -> None:
-        """Of all ranks of the section, as one's answers tell of the others, too."""
+        """For all ranks of the group: answers of one rank tell about the others, too."""
         numbers = group.numbers
         self._rows[numbers] = self._fits[group].rows(*self._factors[:, numbers])
         for number, model in self._given.items():

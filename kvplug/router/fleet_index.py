@@ -1,19 +1,19 @@
 """FleetIndex: the indexes of one fleet, one for each model and block size.
 
-In:  workers, with their model and block size as far as they are known; their events.
-Out: the indexes that a request has to ask, with what each rank of theirs holds.
+In:  workers with what is known of their model and block size, and their events.
+Out: the indexes to query for a request.
 
 Engines of one fleet may differ. Blocks of two sizes have no hashes in common, so each size has an
-index of its own; and so has each model, as its prefixes are of no use to another one, and the kind
-of engine that keys blocks by pairs of tokens. Ranks have numbers that hold in the whole fleet; an
-index has its own, and `IndexGroup` translates.
+index of its own. So has each model, because no other model can use its prefixes, and each kind of
+engine that keys blocks by pairs of tokens. A rank has one number in the whole fleet and another one
+in its index; `IndexGroup` translates.
 
-Where a worker belongs may become known after its first events. Two rules follow from that:
+The model and block size of a worker may become known only with its first events. So:
 
-* its block size is what it was added with, else the fleet's, else that of the first blocks that it
-  stores while it holds none; blocks of another size are refused after that;
-* it changes its index only while it holds nothing. Until then it stays where it is: an index that
-  serves two models is right, as each rank's blocks are its own, and only longer to walk.
+* the block size of a worker is the one that it was added with, else the fleet's, else that of the
+  first blocks that it stores while it holds none. Blocks of another size are rejected after that;
+* a worker moves to another index only while it holds nothing. An index that serves two models gives
+  right answers, because each rank's blocks are its own; it only takes longer to search.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvplug.records import Records
 I64 = npt.NDArray[np.int64]
 
 NOMINAL_BLOCK_SIZE = 16
-"""Counts the load of workers whose block size is not known yet."""
+"""Used to count the load of workers whose block size is not known yet."""
 
 
 class Blocks(NamedTuple):
@@ -52,8 +52,8 @@ class Blocks(NamedTuple):
 class IndexGroup:
     """The index of one model, block size and kind of block (plain, or by pairs of tokens).
 
-    model: "" while no worker in it has named one. fleet_numbers[n] is the fleet's number of the
-    index's rank n, -1 if there is none; None where the two are the same.
+    model: "" until a worker in it names one. fleet_numbers[n]: the fleet's number of the index's
+    rank n, -1 if there is none; None if both numberings are the same.
     """
 
     model: str
@@ -86,7 +86,7 @@ class IndexGroup:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker: what is known of it, the section that its ranks are in, and who holds blocks."""
+    """A worker: what is known of it, the group of its ranks, and which ranks hold blocks."""
 
     model: str
     block_size: int | None
@@ -97,10 +97,10 @@ class _Member:
 
 class FleetIndex:
     """Following workers: add_worker, apply, apply_records, start_clear and end_clear,
-    remove_worker. Asking: asked, section_of, workers_with, block_size_of.
+    remove_worker. Queries: groups_with, group_of, workers_with, block_size_of.
 
-    `block_size` holds for workers that are added without one; None: it is learnt. `sections` is
-    never empty. Not thread-safe; Router holds a lock.
+    `block_size` is for workers that are added without one; None: taken from their events. `groups`
+    is never empty. Not thread-safe; Router holds a lock.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FleetIndex:
         self.block_size = block_size
         self.numbers = HolderNumbers()
         self.groups: tuple[IndexGroup, ...] = ()
-        self._speculative_ttl_s, self._is_wanted = speculative_ttl_s, query_waiting
+        self._speculative_ttl_s, self._query_waiting = speculative_ttl_s, query_waiting
         self._bounds = bounds
         self._members: dict[str, _Member] = {}
         self._confidence: dict[Rank, float] = {}
@@ -123,7 +123,7 @@ class FleetIndex:
 
     @property
     def only(self) -> IndexGroup | None:
-        """The section of a fleet that needs no more than one."""
+        """The group of a fleet that needs only one, else None."""
         return self.groups[0] if len(self.groups) == 1 else None
 
     def add_worker(self, worker: str, dp_size: int, model: str, block_size: int | None) -> None:
@@ -144,7 +144,7 @@ class FleetIndex:
         self._renumber()
 
     def remove_worker(self, worker: str) -> None:
-        """Forget a worker with all that it holds; later events of it are refused."""
+        """Forget a worker with all that it holds; its later events are rejected."""
         member = self._members.pop(worker, None)
         if member is not None:
             member.group.index.remove_worker(worker)
@@ -154,10 +154,10 @@ class FleetIndex:
             self._renumber()
 
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
-        """Remember what a rank's engine said, in the index that is right for it."""
+        """Apply a rank's events to its index."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.groups[0].index.apply(rank, batch)  # which refuses it
+            return self.groups[0].index.apply(rank, batch)  # which rejects it
         if not member.holding:
             self._place(member, _first_blocks(batch))
         applied = member.group.index.apply(rank, batch)
@@ -169,7 +169,7 @@ class FleetIndex:
         """As BlockIndex.apply_packed, in the index that the rank is in."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.groups[0].index.apply_packed(rank, payload)  # which refuses it
+            return self.groups[0].index.apply_packed(rank, payload)  # which rejects it
         applied = member.group.index.apply_packed(rank, payload)
         if applied.num_stored:
             member.holding.add(rank)
@@ -215,7 +215,7 @@ class FleetIndex:
         return self._confidence.get(rank, 1.0)
 
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
-        """Those of the workers that have this model; one that named none may have any."""
+        """The workers that have this model; a worker without a model counts for any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}
         return having if workers is None else having.intersection(workers)
 
@@ -225,8 +225,8 @@ class FleetIndex:
         known = member.block_size or self.block_size
         return known or (member.group.block_size if member.holding else None)
 
-    def asked(self, numbers: I64) -> tuple[IndexGroup, ...]:
-        """The sections that these ranks are in."""
+    def groups_with(self, numbers: I64) -> tuple[IndexGroup, ...]:
+        """The groups that these ranks are in."""
         if len(self.groups) == 1:
             return self.groups
         places = sorted({self._group_of_number[number] for number in numbers.tolist()})
@@ -247,7 +247,7 @@ class FleetIndex:
             )
 
     def group_of(self, rank: Rank) -> IndexGroup:
-        """The section that a rank is in; any for a rank of a worker that was removed."""
+        """The group that a rank is in; any group for a rank of a worker that was removed."""
         member = self._members.get(rank.worker)
         return self.groups[0] if member is None else member.group
 
@@ -266,7 +266,7 @@ class FleetIndex:
         member.holding.clear()
 
     def _place(self, member: _Member, stored: Blocks | None) -> None:
-        """Move a worker that holds nothing to where it belongs by what is known now."""
+        """Move a worker that holds nothing to the group where it belongs now."""
         if member.holding:
             member.group.model = member.group.model or member.model
             return
@@ -281,13 +281,13 @@ class FleetIndex:
             self._renumber()
 
     def _is_guess(self, group: IndexGroup) -> bool:
-        """Whether nobody in the section has said which block size it has."""
+        """Whether no worker of the group has said its block size."""
         members = self._members_of(group)
         return not any(member.holding or member.block_size for member in members)
 
     def _remake(self, group: IndexGroup, blocks: Blocks) -> None:
-        # The first to store anything takes along those that have said nothing yet, its equals in
-        # all likelihood: a fleet of one kind never has two indexes.
+        # The first worker that stores anything takes along those that have said nothing yet, which
+        # are most likely of its kind: a uniform fleet never has two indexes.
         group.block_size, group.index = blocks.size, self._index(blocks)
         for rank in self.numbers.ranks:
             if rank is not None and self._members[rank.worker].group is group:
@@ -301,7 +301,7 @@ class FleetIndex:
         member.group = group
 
     def _group_for(self, model: str, blocks: Blocks | None) -> IndexGroup:
-        """The model's section, else one that no model has named; opened if there is none."""
+        """The model's group, else one without a model; opened if there is none."""
         fitting = [
             group
             for group in self.groups
@@ -324,7 +324,7 @@ class FleetIndex:
             blocks.size,
             bigrams=blocks.bigrams,
             speculative_ttl_s=self._speculative_ttl_s,
-            query_waiting=self._is_wanted,
+            query_waiting=self._query_waiting,
             bounds=self._bounds,
         )
 
@@ -332,7 +332,7 @@ class FleetIndex:
         return [member for member in self._members.values() if member.group is group]
 
     def _renumber(self) -> None:
-        """Drop sections that nobody is in; bring the numbers of ranks up to date."""
+        """Drop groups without workers; bring the numbers of ranks up to date."""
         in_use = tuple(group for group in self.groups if self._members_of(group))
         self.groups = in_use or self.groups[:1]
         if not in_use:

@@ -1,7 +1,7 @@
-"""What the routing kernel takes, for one index of the fleet: arrays by address, made anew only when
-one of them has become another array.
+"""What the routing kernel takes for one index of the fleet: a bundle of arrays, made anew only when
+one of them has become another array (kernels/bundle.py).
 
-In:  a IndexGroup, the load of the fleet, the configuration.   Out: bundles of arrays, and scratch.
+In:  an IndexGroup, the load of the fleet, the configuration.   Out: the bundle, and scratch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.index.prefix_query import PrefixQuery
 from kvplug.kernels import costing, scoring
 from kvplug.kernels.bundle import Bundle
 from kvplug.router.config import RouterConfig
@@ -21,16 +22,15 @@ U64 = npt.NDArray[np.uint64]
 
 
 class GroupArrays:
-    """index, fleet: uint64 words of bundles; held: scratch; costs, own_ms: of the last request.
+    """bundle: as kernels/scoring.py has it; costs, own_ms: of the last request, by rank.
 
-    `traffic`: what requests to this section are like (kernels/costing.py).
+    `traffic`: what requests to this index are like (kernels/costing.py).
     """
 
     def __init__(self, config: RouterConfig, group: IndexGroup, load: ActiveLoad) -> None:
-        self._group, self._load = group, load
+        self._config, self._group, self._load = config, group, load
         self.traffic: F64 = np.zeros(costing.TRAFFIC_WIDTH)
         self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
-        self._settings = _settings_of(config, group)
         self._prefix_query: object = None
         self._seen_version = -1
 
@@ -41,14 +41,11 @@ class GroupArrays:
             return
         self._load.reserve(num_ranks)
         self._prefix_query, self._seen_version = prefix_query, self._load.version.count
-        self.index: U64 = prefix_query.bundle.words
-        self._index_bundle = prefix_query.bundle
-        self.held: I64 = prefix_query.new_rows()
         self.costs, self.own_ms = np.full(num_ranks, np.inf), np.full(num_ranks, np.inf)
         numbers = self._group.numbers
         self.traffic[costing.USUAL_CAPACITY] = self._load.usual_capacity(numbers)
-        self._fleet_bundle = self._bundle(num_ranks)
-        self.fleet: U64 = self._fleet_bundle.words
+        self._bundle = self._collect(num_ranks, prefix_query)
+        self.bundle: U64 = self._bundle.words
 
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
@@ -62,11 +59,12 @@ class GroupArrays:
         """A request was answered with so many tokens, in so many ms from the first to the last."""
         costing.note_answer(self.traffic, num_tokens, ms)
 
-    def _bundle(self, num_ranks: int) -> Bundle:
+    def _collect(self, num_ranks: int, prefix_query: PrefixQuery) -> Bundle:
         load, expected = self._load, self._group.index.speculative
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         return Bundle(
-            self._settings, load.ranks.reshape(-1), self.traffic,
+            _settings_of(self._config, self._group), prefix_query.bundle, prefix_query.new_rows(),
+            load.ranks.reshape(-1), self.traffic,
             self._group.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
             *expected.arrays,
@@ -74,7 +72,9 @@ class GroupArrays:
 
 
 def _settings_of(config: RouterConfig, group: IndexGroup) -> F64:
+    # Not once for all: a group that learns its block size gets another index.
     settings, expected = np.zeros(scoring.NUM_SETTINGS), group.index.speculative
+    settings[scoring.BLOCK_SIZE] = group.block_size
     settings[scoring.COST_IN_MS] = config.is_cost_in_ms
     settings[scoring.OVERLAP_WEIGHT] = config.weight
     settings[scoring.TEMPERATURE] = config.temperature

@@ -1,4 +1,4 @@
-"""What each rank is busy with, and how large its cache is: the load of the fleet.
+"""The load of the fleet: requests in flight on each rank, and cache sizes.
 
 In:  requests that a kernel has accounted for, their first tokens and ends; sizes of caches.
 Out: the arrays that the next decision reads (kernels/costing.py, kernels/active_blocks.py).
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import active_blocks, costing, forecast
 from kvplug.router.cache_forecast import CacheForecast
@@ -32,7 +32,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """A request in flight on a rank, with what was expected of it as it was routed: its prefill
     (tokens by residency alone; milliseconds, blocks that come to the rank, and tokens computed and
     cached, by the forecast; tokens loaded from each tier), tokens to be computed before its own,
-    whether others were decoding. From `prefill_tokens` on as kernels/routing.py has it.
+    whether others were decoding, leading blocks that the rank's events said it has (in any tier,
+    expected ones aside). From `prefill_tokens` on as kernels/routing.py has it.
     """
 
     rank_number: int
@@ -49,6 +50,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     pool_tokens: float = 0.0
     ahead_tokens: float = 0.0
     is_busy: float = 0.0
+    resident_blocks: float = 0.0
     is_prefilled: bool = False
     first_token_s: float | None = None
     prefilled_before: float = 0.0
@@ -96,8 +98,8 @@ class ActiveLoad:
     def start(
         self, request_id: str, request: ActiveRequest, presumed_s: float | None = None
     ) -> None:
-        """A kernel has accounted for a request; its first token, of which nobody will tell, is
-        presumed to come at `presumed_s`.
+        """A kernel has counted a request. `presumed_s`: when its first token is presumed to come,
+        if nobody will report it.
         """
         self._requests[request_id] = request
         self._waiting[request.rank_number].append(request)
@@ -128,9 +130,16 @@ class ActiveLoad:
         self.ranks[number, costing.NUM_RUNNING] -= 1
         return request
 
+    def renew(self, request_id: str, now_s: float) -> None:
+        """A request counts for the whole time again; nothing is done if it is not in flight."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.deadline_s = self.deadline_s(now_s)
+            self._requests.move_to_end(request_id)
+
     def expire(self, now_s: float) -> None:
-        """Presume first tokens whose time has come. Stop counting requests that nobody finished in
-        time; they started in order.
+        """Presume first tokens that are due. Stop counting requests that were not finished in time;
+        they are in the order of their deadlines.
         """
         while self._presumed and self._presumed[0][0] <= now_s:
             _, _, request = heapq.heappop(self._presumed)
@@ -144,7 +153,7 @@ class ActiveLoad:
             self.num_expired += 1
 
     def forget(self, number: int, now_s: float) -> None:
-        """The rank is gone, and with it whatever it was busy with and is known of it."""
+        """The rank is gone, with its requests and all that is known of it."""
         self.reserve(number + 1)
         mine = [i for i, request in self._requests.items() if request.rank_number == number]
         for request_id in mine:
@@ -177,9 +186,9 @@ class ActiveLoad:
         return self._prefilled_tokens[request.rank_number] - request.prefilled_before
 
     def set_capacity(self, number: int, num_blocks: float) -> None:
-        """The rank's cache has room for so many blocks; 0: nobody knows."""
+        """The rank's cache has room for so many blocks; 0: unknown."""
         self.reserve(number + 1)
-        self.version.count += 1  # what is usual may be another number now
+        self.version.count += 1  # the usual capacity may have changed
         self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
         if self.counts_sent:
             self._presume_resident(number)
@@ -191,8 +200,8 @@ class ActiveLoad:
         return float(np.sort(known)[len(known) // 2]) if len(known) else 0.0
 
     def set_resident(self, number: int, num_blocks: int, *, is_told: bool = True) -> None:
-        """The rank's device holds so many distinct blocks. Not `is_told`: until something is
-        computed there, as nobody tells what that leaves.
+        """The rank's device holds so many distinct blocks. `is_told`: whether events keep the
+        number up to date; else it becomes unknown when the rank computes something.
         """
         self.ranks[number, costing.RESIDENT_BLOCKS] = num_blocks
         if is_told:
@@ -209,7 +218,7 @@ class ActiveLoad:
             self._presume_resident(number)
 
     def _presume_resident(self, number: int) -> None:
-        """What was sent there is there, as far as it fits: what is forecast, and not on its way."""
+        """Without events: what was sent there is there, as far as the capacity allows."""
         row, num_blocks = self.ranks[number], self.forecast.num_blocks(number)
         capacity = row[costing.CAPACITY_BLOCKS]
         if num_blocks > capacity - forecast.CHUNK:  # it goes by chunks

@@ -1,13 +1,14 @@
-"""A lock for which queries go before ingestion.
+"""A lock that lets queries go before ingestion.
 
 In:  `with lock:` around a query, `with lock.low_priority as turn:` around ingestion, which calls
-`turn.give_way()` between slices.   Out: a query waits for one slice, ingestion for other ingestion.
+`turn.yield_to_queries()` between slices.   Out: a query waits for one slice, ingestion for other
+ingestion.
 
 Python's lock does not hand over: a thread that releases it and takes it again at once wins against
-one that waits, and a query would wait for many slices instead of one. So whoever wants the inner
-lock first takes `next`, which a waiting query holds until it is served, and at most one patient
-thread at a time may wait for `next`. `query_waiting`, uint8[1], is 1 while somebody waits: a kernel
-without the GIL looks at it and comes back early.
+a waiting one, and a query would wait for many slices instead of one. So each thread takes `next`
+before the inner lock. A waiting query holds `next` until it is served, and at most one low-priority
+thread at a time may wait for it. `query_waiting`, uint8[1], is 1 while a query waits: a kernel
+that runs without the GIL looks at it and returns early.
 """
 
 from __future__ import annotations

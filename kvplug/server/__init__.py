@@ -1,16 +1,19 @@
-"""Fourth floor: a Router with events and HTTP around it.
+"""The standalone router: a Router with events and HTTP around it.
 
 config         ServerConfig, WorkerSpec
-cli            command line -> ServerConfig
+cli            command line and environment -> ServerConfig
 compilation    of the kernels, before anything is served
 service        start, serve, stop
+listening      which connections are accepted
 app            the HTTP routes
+bodies         a request's body: what routing needs of it, its namespace
+prompts        its token ids, from kvplug.tokenization, or the reason why there are none
 proxy          one request to a worker and back
+upstream       one POST to a worker, and whose fault a failure is
+usage          how many tokens requests ask for and answers report
 fleet          the workers: reachable or not, their models, their event streams
-prompts        request body -> token ids
-tokenizer, chat_template, chat_messages, content_format
-               text -> token ids, as the engine does it
+model_cards    what an engine says it serves
+diagnosis      what is wrong with the fleet's set-up
 health         what /health says
-replies        errors in OpenAI's form
-metrics        Prometheus
+metrics        Prometheus; audit_metrics has the part of the audit
 """

@@ -12,16 +12,15 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from kvplug.server.bodies import Body, read_body
+from kvplug.api_errors import ApiError, error_response
+from kvplug.server.bodies import Body, lora_path_of, namespace_of, read_body
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
 from kvplug.server.metrics import Metrics
 from kvplug.server.model_cards import Served
-from kvplug.server.namespaces import lora_path_of, namespace_of
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
-from kvplug.server.replies import ApiError, error_response
 from kvplug.server.usage import max_tokens_of, unauditable
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class Api:
                 "root": served.root,
                 "parent": served.base if served.lora_name else None,
             }
-            for name, served in sorted(self._fleet.models().items())
+            for name, served in self._fleet.models.items()
         ]
         return web.json_response({"object": "list", "data": cards})
 
@@ -115,18 +114,18 @@ class Api:
             raise ApiError(408, message, code="request_timeout") from error
 
     def _model_of(self, body: Body) -> tuple[str, Served]:
-        model, names = body.get("model"), sorted(self._fleet.models())
-        if model is None and len(names) == 1:
-            model = names[0]  # vLLM too takes a body without a model
+        model, models = body.get("model"), self._fleet.models
+        if model is None and len(models) == 1:
+            [model] = models  # vLLM too takes a body without a model
         adapter = f"{model}:{lora_path_of(body)}"
-        if adapter in names:
+        if adapter in models:
             model = adapter  # as SGLang names it
         if not isinstance(model, str):
             raise ApiError(400, "the body must name a model", code="model_required", param="model")
         if (served := self._fleet.served_as(model)) is not None:
             return model, served
-        if names:
-            message = f"the model {model!r} does not exist; served are: {', '.join(names)}"
+        if models:
+            message = f"the model {model!r} does not exist; served are: {', '.join(models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
         message = f"no worker that serves model {model!r} can be reached now"
         raise ApiError(503, message, code="no_worker")

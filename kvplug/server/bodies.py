@@ -1,4 +1,4 @@
-"""The JSON body of a request, read so that a large one holds up nobody else.
+"""The JSON body of a request, read so that a large one holds up nobody else, and its namespace.
 
 In:  bytes.   Out: a dict of what routing needs, or ApiError; of a batch, the first two prompts.
 
@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvplug.server.replies import ApiError
+from kvplug.api_errors import ApiError
+from kvplug.events import Namespace
 
 Body = dict[str, Any]
 
@@ -72,3 +73,35 @@ def _ids(raw: bytes) -> object:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         return None  # a list of lists of lists, cut in the middle: no prompt
+
+
+def namespace_of(body: Body, lora_name: str = "") -> Namespace:
+    """What separates its blocks from those of others with equal tokens, as events name it.
+
+    A batch of prompts is represented by its first one. vLLM and SGLang keep requests apart by LoRA
+    adapter and by `cache_salt`. SGLang knows `extra_key` besides, which its events (0.5.23) leave
+    out in either format: what such a request finds cached cannot be known, so it gets a namespace
+    that no event is in. Where its like went is still known from the routing itself.
+    """
+    salt, extra_key = _text(body, "cache_salt"), _text(body, "extra_key")
+    if extra_key:
+        salt = f"\0extra_key\0{extra_key}\0{salt}"
+    return Namespace(lora_name=lora_name, salt=salt)
+
+
+def has_extra_key(body: Body) -> bool:
+    """Whether the request is kept apart by something that no event says."""
+    return bool(_text(body, "extra_key"))
+
+
+def lora_path_of(body: Body) -> str:
+    """The adapter that SGLang is asked for beside the model's name; "" if none."""
+    return _text(body, "lora_path")
+
+
+def _text(body: Body, field: str) -> str:
+    """A text, or the first of a list of texts: SGLang takes one for each prompt."""
+    value = body.get(field)
+    if isinstance(value, list) and value:
+        value = value[0]
+    return value if isinstance(value, str) else ""

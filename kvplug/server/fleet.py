@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import aiohttp
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
+from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.model_cards import Served, model_of, served_by
+from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
 from kvplug.server.upstream import is_local_shortage
 from kvplug.topics import Topic
 
@@ -60,10 +62,11 @@ class Fleet:
     """start, stop; candidates, models, mark_down."""
 
     def __init__(
-        self, config: ServerConfig, router: AuditedRouter, session: aiohttp.ClientSession
+        self, config: ServerConfig, router: Router, audit: Audit, session: aiohttp.ClientSession
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
-        self._config, self._router, self._session = config, router, session
+        self._config, self._router, self._audit, self._session = config, router, audit, session
+        self._note_models()
         self._events = EventThread()
         self._events_endpoint: str | None = None
         self._watching: list[asyncio.Task[None]] = []
@@ -104,26 +107,20 @@ class Fleet:
         """What engines connect to with their events, with the port that was taken."""
         return self._events_endpoint
 
-    def models(self) -> dict[str, Served]:
-        """What the workers that are up serve, by the name that is asked for."""
-        return {
-            name: served
-            for worker in self.workers.values()
-            if worker.is_up
-            for name, served in worker.models.items()
-        }
+    @property
+    def models(self) -> Mapping[str, Served]:
+        """What the workers that are up serve, by the name that is asked for, in order."""
+        return self._table.served
 
     def served_as(self, model: str) -> Served | None:
         """What is meant by a name that is asked for, or None."""
-        workers = sorted(self.workers.values(), key=lambda worker: not worker.is_up)
-        return next((w.models[model] for w in workers if model in w.models), None)
+        return self._table.known.get(model)
 
-    def candidates(self, model: str) -> set[str]:
+    def candidates(self, model: str) -> frozenset[str]:
         """URLs of the workers that serve the model: those that are up; if none is, those that did
         when they were, as one may be back before it is looked at.
         """
-        serving = {url: worker for url, worker in self.workers.items() if model in worker.models}
-        return {url for url, worker in serving.items() if worker.is_up} or set(serving)
+        return self._table.workers(model)
 
     def block_size_of(self, worker: Worker) -> int | None:
         """Tokens per block; None while neither a flag nor an event said it."""
@@ -134,7 +131,18 @@ class Fleet:
         worker = self.workers[url]
         if worker.is_up:
             logger.warning("worker %s is down: %s", url, reason)
-        worker.down_because = reason
+        self._take_down(worker, reason)
+
+    def _take_down(self, worker: Worker, reason: str) -> None:
+        was_up, worker.down_because = worker.is_up, reason
+        if was_up:
+            self._note_models()
+
+    def _note_models(self) -> None:
+        """A worker came up, went down, or serves something else."""
+        up = {url: worker.models for url, worker in self.workers.items() if worker.is_up}
+        down = {url: worker.models for url, worker in self.workers.items() if not worker.is_up}
+        self._table = ModelTable(up, down)
 
     def _follow_all(self) -> None:
         self._events.start()
@@ -163,7 +171,7 @@ class Fleet:
     def _follower_of(self, worker: Worker) -> Follower:
         rank = Rank(worker.url)
         # While some of its events are missing, its blocks are worth what the audit measures.
-        stale_confidence = partial(self._router.accuracy, rank)
+        stale_confidence = partial(self._audit.accuracy, rank)
         return Follower(self._router, rank, stale_confidence=stale_confidence)
 
     async def _watch(self, worker: Worker) -> None:
@@ -182,6 +190,7 @@ class Fleet:
         worker.num_failed_looks = 0
         if models != worker.models:
             worker.models = models
+            self._note_models()
             # In a thread, as it waits for a run of events to end.
             await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
         if not worker.is_up:
@@ -193,6 +202,7 @@ class Fleet:
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
             worker.down_because = None
             worker.num_times_up += 1
+            self._note_models()
 
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__
@@ -210,7 +220,7 @@ class Fleet:
                 reason,
                 self._config.health_interval_s,
             )
-        worker.down_because = reason
+        self._take_down(worker, reason)
 
     async def _get(self, worker: Worker, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)

@@ -1,6 +1,6 @@
 """What /health says: the state of each worker and of its event stream, and what is wrong.
 
-In:  fleet, audited router, diagnosis.   Out: a JSON object.
+In:  fleet, router, audit, diagnosis.   Out: a JSON object.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 
+from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
-from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, TrustState
 from kvplug.router.cache_sizes import CacheSize
+from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.fleet import Fleet, Worker
 
@@ -24,12 +25,13 @@ from kvplug.server.fleet import Fleet, Worker
 class Health:
     """body() is what /health says now."""
 
-    def __init__(self, fleet: Fleet, router: AuditedRouter, diagnosis: Diagnosis) -> None:
-        self._fleet, self._router, self._diagnosis = fleet, router, diagnosis
+    def __init__(self, fleet: Fleet, router: Router, audit: Audit, diagnosis: Diagnosis) -> None:
+        self._fleet, self._router = fleet, router
+        self._audit, self._diagnosis = audit, diagnosis
 
     def body(self) -> dict[str, Any]:
         """`status` is "ok" while a worker is up and events are received, whatever the findings."""
-        workers, ledgers = list(self._fleet.workers.values()), self._router.ledgers()
+        workers, ledgers = list(self._fleet.workers.values()), self._audit.ledgers()
         return {
             "status": self._status(workers),
             "workers": [self._worker(each, ledgers.get(Rank(each.url))) for each in workers],
@@ -71,7 +73,7 @@ def _cache(size: CacheSize) -> dict[str, Any]:
     }
 
 
-def _model(router: AuditedRouter, rank: Rank) -> dict[str, Any]:
+def _model(router: Router, rank: Rank) -> dict[str, Any]:
     """How fast the engine is taken to be, and how far off that was of late."""
     quality = router.model_quality(rank)
     errors = {"first_token": quality.first_token_error, "answer": quality.answer_error}

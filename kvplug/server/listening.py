@@ -9,13 +9,15 @@ the router runs out of them, and then it cannot reach its workers or follow thei
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from typing import Final, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from kvplug.errors import TransportError
+from kvplug.api_errors import ApiError, error_body
+from kvplug.http_service import listening_on
 
 # For what is open beside clients and their streams: sockets of events, of health checks, files.
 _RESERVED_DESCRIPTORS: Final = 100
@@ -24,11 +26,11 @@ _DESCRIPTORS_PER_STREAM: Final = 2
 _MIN_CONNECTIONS: Final = 16
 _UNLIMITED: Final = 2**20
 
-_BODY: Final = (
-    b'{"error": {"message": "the router has as many connections as it may; try again later", '
-    b'"type": "server_error", "param": null, "code": "router_overloaded"}}'
+_REFUSAL: Final = ApiError(
+    503, "the router has as many connections as it may; try again later", code="router_overloaded"
 )
-_REASON: Final = (
+_BODY: Final = json.dumps(error_body(_REFUSAL)).encode()
+_ANSWER: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
 )
@@ -80,10 +82,8 @@ class Listener:
             loop.call_later(self._timeout_s, self._close_unused, protocol)
             return protocol
 
-        try:
+        with listening_on(host, port):
             self._server = await loop.create_server(accept, host, port, backlog=1024)
-        except OSError as error:
-            raise TransportError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
     @property
     def address(self) -> tuple[str, int]:
@@ -104,5 +104,5 @@ class _Refusal(asyncio.Protocol):
     """Says that there are too many connections, and hangs up."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(_REASON)
+        cast(asyncio.Transport, transport).write(_ANSWER)
         transport.close()

@@ -1,6 +1,6 @@
 """Prometheus metrics, read off the parts that count when they are scraped.
 
-In:  router, fleet, proxy, prompts.   Out: the text of /metrics.
+In:  audit and its router, fleet, proxy, prompts.   Out: the text of /metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
@@ -53,7 +53,7 @@ class Metrics:
 
     def __init__(
         self,
-        router: AuditedRouter,
+        audit: Audit,
         fleet: Fleet,
         proxy: Proxy,
         prompts: Prompts,
@@ -62,7 +62,7 @@ class Metrics:
     ) -> None:
         self.headers = {"Content-Type": CONTENT_TYPE_LATEST}
         self._registry = CollectorRegistry()
-        self._registry.register(_Readings(router, fleet, proxy, prompts))
+        self._registry.register(_Readings(audit, fleet, proxy, prompts))
         self._registry.register(_Findings(diagnosis))
         self._registry.register(_Connections(listener))
 
@@ -99,8 +99,9 @@ class _Connections(Collector):
 
 
 class _Readings(Collector):
-    def __init__(self, router: AuditedRouter, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
-        self._router, self._fleet, self._proxy, self._prompts = router, fleet, proxy, prompts
+    def __init__(self, audit: Audit, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
+        self._audit, self._router = audit, audit.router
+        self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_index()
@@ -111,7 +112,7 @@ class _Readings(Collector):
                 family.add_metric([url], read(counts))
             yield family
         yield from self._of_events()
-        yield from families_of(self._router.ledgers())
+        yield from families_of(self._audit.ledgers())
 
     def _of_index(self) -> Iterator[Metric]:
         groups, load = self._router.fleet_index.groups, self._router.load

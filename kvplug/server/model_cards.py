@@ -1,9 +1,13 @@
 """What an engine says it serves: models, and LoRA adapters of them.
 
-In:  the answer to GET /v1/models.   Out: by the name that a request asks for, what it gets.
+In:  the answers to GET /v1/models.   Out: by the name that a request asks for, what it gets, and
+from which workers.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,6 +22,39 @@ class Served(msgspec.Struct, frozen=True):
     base: str
     lora_name: str = ""
     root: str = ""
+
+
+Models = Mapping[str, Served]
+"""What one worker serves, by the name that is asked for."""
+
+
+class ModelTable:
+    """What a fleet serves; made anew when a worker comes, goes, or serves something else.
+
+    served: by name, in order, what workers that are up serve; known: what workers that are down
+    served, too. Where workers differ, the first one counts, those that are up before the others.
+    """
+
+    def __init__(self, up: Mapping[str, Models], down: Mapping[str, Models]) -> None:
+        """By URL, what the workers serve that are up, and what those served that are down."""
+        self.known: dict[str, Served] = {}
+        for models in reversed([*up.values(), *down.values()]):
+            self.known.update(models)
+        names = sorted({name for models in up.values() for name in models})
+        self.served = {name: self.known[name] for name in names}
+        self._workers = _workers_by_name(down) | _workers_by_name(up)
+
+    def workers(self, model: str) -> frozenset[str]:
+        """URLs of those that serve the model and are up; if none is, of those that did."""
+        return self._workers.get(model, frozenset())
+
+
+def _workers_by_name(models: Mapping[str, Models]) -> dict[str, frozenset[str]]:
+    urls = defaultdict[str, set[str]](set)
+    for url, names in models.items():
+        for name in names:
+            urls[name].add(url)
+    return {name: frozenset(those) for name, those in urls.items()}
 
 
 def served_by(answer: bytes) -> dict[str, Served]:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
-from kvplug.server.bodies import Body
-from kvplug.server.namespaces import has_extra_key
-from kvplug.server.tokenizer import PromptTokenizer, first_token_ids
+from kvplug.server.bodies import Body, has_extra_key
+from kvplug.tokenization.chat_messages import has_media
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,6 @@ _WHY = {
     Reason.EXTRA_KEY: "SGLang's events do not say extra_key; what these requests cache may be "
     "taken for blocks without one, so use cache_salt instead",
 }
-_MEDIA = frozenset(
-    (
-        *("image", "image_url", "image_embeds", "image_pil", "audio", "audio_url", "input_audio"),
-        *("audio_embeds", "video", "video_url", "video_embeds"),
-    )
-)
 
 
 class Prompts:
@@ -99,7 +93,7 @@ class Prompts:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
-            is_media = is_chat and _has_media(body.get("messages"))
+            is_media = is_chat and has_media(body.get("messages"))
             self._note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
             return None
 
@@ -111,7 +105,7 @@ class Prompts:
     def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
         """The tokenizer of a model, loaded on first use; None if there is none here."""
         if model not in self._tokenizers:
-            self._tokenizers[model] = _load(model, self._folder or Path(root))
+            self._tokenizers[model] = _load(model, str(self._folder or root))
         return self._tokenizers[model]
 
     def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
@@ -121,19 +115,9 @@ class Prompts:
         return tokenizer
 
 
-def _has_media(messages: object) -> bool:
-    contents = [m.get("content") for m in _objects(messages)]
-    parts = [part for content in contents for part in _objects(content)]
-    return any(part.get("type") in _MEDIA or not _MEDIA.isdisjoint(part) for part in parts)
-
-
-def _objects(value: object) -> list[Body]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _load(model: str, folder: Path) -> PromptTokenizer | None:
+def _load(model: str, name: str) -> PromptTokenizer | None:
     try:
-        return PromptTokenizer.from_folder(folder)
+        return PromptTokenizer.of_model(name)
     except TokenizerError as error:
         logger.warning(
             "model %s: text is routed by load alone, without prefix knowledge: %s; "

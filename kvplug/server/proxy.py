@@ -9,6 +9,7 @@ may be the reason. Once part of an answer is out, the client is told that it end
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -17,13 +18,14 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.api_errors import ApiError, error_event
+from kvplug.audit.audit import Audit
 from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
+from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.fleet import Fleet
-from kvplug.server.replies import ApiError, error_event
 from kvplug.server.upstream import LostError, Upstream, passed_on, translated
 from kvplug.server.usage import Stream, WholeEvents, usage_of
 
@@ -55,6 +57,7 @@ class _Exchange:
 
     decision: Decision
     num_tokens: int | None = None
+    renewal: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True)
@@ -71,21 +74,25 @@ class WorkerCounts:
 class Proxy:
     """forward a request; `counts` by worker URL."""
 
-    def __init__(self, router: AuditedRouter, fleet: Fleet, upstream: Upstream) -> None:
+    def __init__(self, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream) -> None:
         self.counts = {url: WorkerCounts() for url in fleet.workers}
-        self._router, self._fleet, self._upstream = router, fleet, upstream
+        self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
+        self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
         """Send the request to the best worker that answers."""
         tried: set[str] = set()
         lost: set[str] = set()
         while len(lost) < _MAX_WORKERS_LOST:
-            workers = self._fleet.candidates(forward.model) - tried
+            workers = self._fleet.candidates(forward.model)
+            if tried:
+                workers -= tried
             if lost and not workers:
                 break
             exchange = _Exchange(self._route(forward, workers))
             url = exchange.decision.rank.worker
             try:
+                self._renew_in_time(exchange)
                 return await self._exchange(request, forward, exchange)
             except LostError as error:
                 self._note_loss(url, error)
@@ -97,6 +104,15 @@ class Proxy:
         message = f"{' and '.join(sorted(lost))} went away before the answer began"
         raise ApiError(502, message, code="worker_lost")
 
+    def _renew_in_time(self, exchange: _Exchange) -> None:
+        """Its load counts until it is finished, not until it expires."""
+        loop = asyncio.get_running_loop()
+        exchange.renewal = loop.call_later(self._renewal_period_s, self._renew, exchange)
+
+    def _renew(self, exchange: _Exchange) -> None:
+        self._router.renew(exchange.decision.request_id)
+        self._renew_in_time(exchange)
+
     def _note_loss(self, url: str, error: LostError) -> None:
         self.counts[url].num_lost += 1
         if error.was_reached:
@@ -104,34 +120,27 @@ class Proxy:
         else:
             self._fleet.mark_down(url, str(error))
 
-    def _route(self, forward: Forward, workers: set[str]) -> Decision:
+    def _route(self, forward: Forward, workers: frozenset[str]) -> Decision:
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
-            with self._router.deciding():
-                decision = self._router.route(
-                    tokens,
-                    namespace=forward.namespace,
-                    workers=workers,
-                    max_tokens=forward.max_tokens,
-                    reports_first_token=forward.streams,
-                )
-                self._expect(decision, forward)
+            decision = self._router.route(
+                tokens,
+                namespace=forward.namespace,
+                workers=workers,
+                max_tokens=forward.max_tokens,
+                reports_first_token=forward.streams,
+            )
         except NoWorkerError as error:
             message = f"no worker that serves model {forward.model!r} can be reached now"
             raise ApiError(503, message, code="no_worker") from error
+        reason = "no_token_ids" if forward.tokens is None else forward.unauditable
+        if reason is not None:
+            self._audit.exclude(decision, reason)
         counts = self.counts[decision.rank.worker]
         counts.num_requests += 1
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
         return decision
-
-    def _expect(self, decision: Decision, forward: Forward) -> None:
-        if forward.tokens is None:
-            self._router.skip(decision.rank, "no_token_ids")
-        elif forward.unauditable is not None:
-            self._router.skip(decision.rank, forward.unauditable)
-        else:
-            self._router.expect(decision)
 
     async def _exchange(
         self, request: web.Request, forward: Forward, exchange: _Exchange
@@ -145,7 +154,7 @@ class Proxy:
             if answer.ok:
                 usage = usage_of(body)
                 exchange.num_tokens = None if usage is None else usage.completion_tokens
-                self._router.answered(decision.request_id, usage)
+                self._audit.answered(decision.request_id, usage)
             headers = passed_on(answer.headers)
             return web.Response(body=body, status=answer.status, headers=headers)
 
@@ -169,7 +178,7 @@ class Proxy:
             await response.write_eof(events.take_begun())
             if upstream.ok and upstream.content.exception() is None:
                 exchange.num_tokens = stream.num_tokens
-                self._router.answered(decision.request_id, stream.usage())
+                self._audit.answered(decision.request_id, stream.usage())
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
         return response
@@ -195,7 +204,9 @@ class Proxy:
 
     def _finish(self, exchange: _Exchange) -> None:
         request_id = exchange.decision.request_id
-        self._router.abandon(request_id, "no_whole_answer")
+        if exchange.renewal is not None:
+            exchange.renewal.cancel()
+        self._audit.abandon(request_id, "no_whole_answer")
         try:
             self._router.finish(request_id, exchange.num_tokens)
         except UnknownRequestError:

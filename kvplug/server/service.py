@@ -17,7 +17,8 @@ from typing import Self
 
 from aiohttp import web
 
-from kvplug.audit.router import AuditedRouter
+from kvplug.audit.audit import Audit
+from kvplug.router.core import Router
 from kvplug.server.app import Api
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.board import Diagnosis
@@ -37,18 +38,19 @@ class RouterService:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.router = AuditedRouter(config.router, sample=config.audit_sample)
+        self.router = Router(config.router)
+        self.audit = Audit(self.router, sample=config.audit_sample)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
             upstream = await started.enter_async_context(Upstream(self.config))
             session = upstream.session
-            self.fleet = Fleet(self.config, self.router, session)
-            self.proxy = Proxy(self.router, self.fleet, upstream)
+            self.fleet = Fleet(self.config, self.router, self.audit, session)
+            self.proxy = Proxy(self.router, self.audit, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
             prompts = Prompts(self.config.tokenizer)
-            self.diagnosis = Diagnosis(self.config, self.fleet, self.router, prompts, session)
+            self.diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
             started.push_async_callback(self.diagnosis.stop)
             self.diagnosis.start()
             config = self.config
@@ -80,8 +82,8 @@ class RouterService:
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
         listener = self._listener
-        metrics = Metrics(self.router, self.fleet, self.proxy, prompts, self.diagnosis, listener)
-        health = Health(self.fleet, self.router, self.diagnosis)
+        metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
+        health = Health(self.fleet, self.router, self.audit, self.diagnosis)
         api = Api(self.config, self.fleet, self.proxy, prompts, metrics, health)
         api.application.middlewares.insert(0, listener.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.

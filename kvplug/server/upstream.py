@@ -23,8 +23,8 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from kvplug.api_errors import ApiError
 from kvplug.server.config import ServerConfig
-from kvplug.server.replies import ApiError
 
 _KEEPALIVE_S: Final = 2.0
 _MAX_HEADER_BYTES: Final = 2**16

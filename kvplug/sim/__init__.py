@@ -3,20 +3,23 @@
 `python -m kvplug.sim` replays a trace or a log on a fleet of them; `python -m kvplug.sim.engine`
 serves one.
 
-request        one request: its tokens, the hashes of its full blocks
-block_hashes   token ids -> block hashes, equal to vLLM's
-pool           physical blocks: references, LRU, what is cached, events
-kv_cache       blocks of requests: hits, allocation, freeing
-scheduler      continuous batching: who runs in a step, with how many tokens
-timing         how long a step takes
-engine         SimulatedEngine, in virtual time
-config, cli    the settings of a served engine, its command line
-publisher      events over ZMQ, with replay
-runner         steps in real time, tokens to whoever waits for them
-tokenizer      text -> token ids and back
-prompts        bodies of OpenAI's API -> requests
-replies        emitted tokens -> answers of OpenAI's API
-api, metrics, service
-               HTTP around it: routes, Prometheus, start and stop
-replay         traces and logs on many engines in virtual time: what would a policy have done?
+In virtual time:
+
+request         one request: its tokens, the hashes of its full blocks
+pool            physical blocks: references, LRU, what is cached, events
+kv_cache        blocks of requests: hits, allocation, freeing
+scheduler       continuous batching: who runs in a step, with how many tokens
+engine          SimulatedEngine; as a program, the entry point of a served one
+engine_config   how fast it is and how it is served, and the flags of both
+
+Served:
+
+engine_service  start and stop, events over ZMQ by the publisher of kvplug.engines
+runner          steps in real time, tokens to whoever waits for them
+api             the HTTP routes
+completions     bodies of OpenAI's API -> requests, emitted tokens -> answers
+tokenizer       text -> token ids, by bytes or by kvplug.tokenization, and back
+vllm_metrics    Prometheus, under vLLM's names
+
+replay          traces and logs on many engines in virtual time: what would a policy have done?
 """

@@ -1,4 +1,4 @@
-"""The door: `python -m kvplug.sim`. See `--help`, or docs/simulation.md."""
+"""The entry point: `python -m kvplug.sim`. See `--help`, or docs/simulation.md."""
 
 import sys
 

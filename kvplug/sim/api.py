@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from kvplug.api_errors import ApiError, error_response
 from kvplug.errors import ConfigError
-from kvplug.sim.config import SimConfig
-from kvplug.sim.metrics import HEADERS, Metrics
-from kvplug.sim.prompts import Ask, AskReader, RequestError, json_object
-from kvplug.sim.replies import Reply
+from kvplug.sim.completions import Ask, AskReader, Reply, json_object, vllm_error
+from kvplug.sim.engine_config import SimConfig
 from kvplug.sim.request import Request
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import Tokenizer
+from kvplug.sim.vllm_metrics import HEADERS, Metrics
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -131,15 +131,10 @@ class Api:
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except RequestError as error:
-        return _error_response(error.status, error.message)
+    except ApiError as error:
+        return error_response(error)
     except ConfigError as error:  # a request that the engine refused
-        return _error_response(400, str(error))
+        return error_response(vllm_error(400, str(error)))
     except web.HTTPException as error:
-        return _error_response(error.status, f"{request.method} {request.path}: {error.reason}")
-
-
-def _error_response(status: int, message: str) -> web.Response:
-    kind = "BadRequestError" if status == 400 else "NotFoundError"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return web.json_response({"error": error}, status=status)
+        message = f"{request.method} {request.path}: {error.reason}"
+        return error_response(vllm_error(error.status, message))

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvplug.events import BlockStored, Event, Namespace
-from kvplug.sim.block_hashes import event_id
 from kvplug.sim.pool import BlockPool
 from kvplug.sim.request import Request
+from kvplug.vllm_hashes import event_id
 
 
 class KvCache:

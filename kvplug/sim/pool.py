@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvplug.events import AllBlocksCleared, BlockRemoved, Event
-from kvplug.sim.block_hashes import event_id
+from kvplug.vllm_hashes import event_id
 
 NULL_BLOCK = 0
 """vLLM keeps the first block as a placeholder: it is never used and never freed."""

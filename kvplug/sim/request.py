@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvplug.events import Namespace
-from kvplug.sim.block_hashes import BlockHasher, Lora
+from kvplug.vllm_hashes import Lora, PrefixHasher
 
 
 class Request:
@@ -52,7 +52,7 @@ class Request:
         self.num_computed = self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         self.block_hashes: list[bytes] = []
-        self._hasher = BlockHasher(block_size, lora, salt)
+        self._hasher = PrefixHasher(block_size, lora, salt)
         self._hasher.extend(self.block_hashes, self.token_ids)
 
     @property

@@ -2,8 +2,8 @@
 
 In:  bodies of /v1/completions, /v1/chat/completions and /tokenize.   Out: token ids; text.
 
-`ByteTokenizer` needs no files. `FolderTokenizer` asks a tokenizer that it is given for prompts, so
-that they are what a router with the same folder computes.
+`ByteTokenizer` needs no files. `FolderTokenizer` has prompts tokenized by kvplug.tokenization, so
+that they are what a router with the same folder computes, and adds the way back.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tokenizers import Tokenizer as Backend
 
 from kvplug.errors import TokenizerError
+
+if TYPE_CHECKING:  # an engine whose tokens are bytes starts without it
+    from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 Body = Mapping[str, Any]
 _SPACES: Final = ("Ġ", "▁")  # how BPE and SentencePiece write a word's leading space
@@ -35,16 +38,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of generated tokens."""
-
-
-class PromptTokenizer(Protocol):
-    """What kvplug.server.tokenizer.PromptTokenizer has."""
-
-    def completion(self, body: Body) -> Sequence[Any]:
-        """Token ids of each prompt."""
-
-    def chat(self, body: Body) -> Any:  # noqa: ANN401 - an array, which this file does not import
-        """Token ids of a conversation."""
 
 
 class ByteTokenizer:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from kvplug import BlockRemoved, BlockStored, EventBatch, Rank, Router, RouterConfig
-from kvplug.audit.router import AuditedRouter, Usage
+from kvplug.audit import audit as audit_module
+from kvplug.audit.audit import Audit, Usage
+from kvplug.index.sweeping import Clearing
 from kvplug.packed import PackedStored, encode
 from kvplug.router import core
 from tests.plugins.stock_client import wait_until
@@ -30,9 +32,25 @@ def prompts_stored(first=1, last=NUM_PROMPTS):
 
 @pytest.fixture
 def router():
-    router = AuditedRouter(RouterConfig(block_size=BLOCK))
+    router = Router(RouterConfig(block_size=BLOCK))
     router.add_worker("a")
     return router
+
+
+class WitnessedAudit(Audit):
+    """Notes how many slices were done when it was told of a decision."""
+
+    slices, num_before = None, None
+
+    def on_decision(self, decision, request):
+        super().on_decision(decision, request)
+        if self.slices is not None:
+            self.num_before = self.slices.num_done
+
+
+@pytest.fixture
+def audit(router):
+    return WitnessedAudit(router)
 
 
 class Slices:
@@ -40,7 +58,7 @@ class Slices:
 
     def __init__(self, router):
         self.num_done, self.has_begun = 0, threading.Event()
-        self._query_waiting = router._deciding.query_waiting
+        self._query_waiting = router._lock.query_waiting
 
     def watch(self, function):
         def watched(*arguments):
@@ -55,11 +73,11 @@ class Slices:
 
 
 @pytest.fixture
-def slices(router, monkeypatch):
+def slices(router, audit, monkeypatch):
     """Of a clear of many blocks."""
     router.apply(RANK, prompts_stored())
-    slices = Slices(router)
-    monkeypatch.setattr(router, "_clear_slice", slices.watch(router._clear_slice))
+    slices = audit.slices = Slices(router)
+    monkeypatch.setattr(Clearing, "advance", slices.watch(Clearing.advance))
     return slices
 
 
@@ -74,57 +92,53 @@ def in_thread(function, *arguments):
     assert not thread.is_alive()
 
 
-def test_a_request_goes_between_two_slices_of_a_clear(router, slices):
+def test_a_request_goes_between_two_slices_of_a_clear(router, audit, slices):
     with in_thread(router.clear, RANK):
         assert slices.has_begun.wait(PATIENCE_S)
-        with router.deciding():
-            decision, num_before = router.route(LAST), slices.num_done
-            router.expect(decision)
-    assert num_before == 1 < slices.num_done
+        decision = router.route(LAST)
+    assert audit.num_before == 1 < slices.num_done
     assert (decision.overlap_blocks, len(router.index)) == (1, 0)  # it was the last to go
     router.finish(decision.request_id)
-    router.answered(decision.request_id, Usage(prompt_tokens=BLOCK, cached_tokens=0))
-    [expectation] = [answer.expectation for answer in router._answers]
+    audit.answered(decision.request_id, Usage(prompt_tokens=BLOCK, cached_tokens=0))
+    [expectation] = [answer.expectation for answer in audit._answers]
     assert expectation.lowest == 0  # that its block went is known
     router.index.check()
 
 
 @pytest.mark.parametrize("kind", ["stored", "removed"])
-def test_a_request_goes_between_two_slices_of_a_batch(router, monkeypatch, kind):
+def test_a_request_goes_between_two_slices_of_a_batch(router, audit, monkeypatch, kind):
     batch = prompts_stored()
     if kind == "removed":
         router.apply(RANK, batch)
         batch = EventBatch(
             events=tuple(BlockRemoved(block_hashes=event.block_hashes) for event in batch.events)
         )
-    slices = Slices(router)
+    slices = audit.slices = Slices(router)
     fleet_index = router.fleet_index
     monkeypatch.setattr(fleet_index, "apply", slices.watch(fleet_index.apply))
     with in_thread(router.apply, RANK, batch):
         assert slices.has_begun.wait(PATIENCE_S)
-        with router.deciding():
-            router.expect(router.route(LAST))
-            num_before = slices.num_done
-    assert num_before == 1 < slices.num_done == -(-NUM_PROMPTS // core._EVENTS_PER_SLICE)
+        router.route(LAST)
+    assert audit.num_before == 1 < slices.num_done == -(-NUM_PROMPTS // core._EVENTS_PER_SLICE)
     assert len(router.index) == (NUM_PROMPTS if kind == "stored" else 0)
     router.index.check()
 
 
 def test_a_fleet_changes_before_or_after_a_clear(router, slices, monkeypatch):
-    seen, clear_slice = [], router._clear_slice
+    seen, advance = [], Clearing.advance
     monkeypatch.setattr(
-        router, "_clear_slice", lambda c: clear_slice(c) or seen.append(router.ranks)
+        Clearing, "advance", lambda *arguments: advance(*arguments) or seen.append(router.ranks)
     )
     with in_thread(router.clear, RANK):
         assert slices.has_begun.wait(PATIENCE_S)
-        with in_thread(router.remove_worker, "a"), router.deciding():
+        with in_thread(router.remove_worker, "a"), router.locked():
             assert router.ranks == [RANK]
     assert len(seen) > 2
     assert all(ranks == [RANK] for ranks in seen)
     assert (router.ranks, len(router.index)) == ([], 0)
 
 
-def test_an_index_is_saved_while_requests_go_and_events_wait(router, tmp_path, monkeypatch):
+def test_an_index_is_saved_while_requests_go_and_events_wait(router, audit, tmp_path, monkeypatch):
     router.apply(RANK, prompts_stored(last=10))
     is_writing, may_end = threading.Event(), threading.Event()
 
@@ -136,23 +150,25 @@ def test_an_index_is_saved_while_requests_go_and_events_wait(router, tmp_path, m
     with in_thread(router.save_index, tmp_path / "index"):
         assert is_writing.wait(PATIENCE_S)
         with in_thread(router.apply, RANK, prompts_stored(11, 20)):
-            with router.deciding():
-                router.expect(router.route(LAST))
+            router.route(LAST)
             assert len(router.index) == 10
             may_end.set()
     assert len(router.index) == 20
 
 
-def route_all(router, number):
+def route_all(router, audit, number):
     for at in range(60):
         prompts = [[(number + at + i) % 50 + 1] * 2 * BLOCK for i in range(3)]
         many = router.route_many(prompts[1:], workers="ab")
         for decision in (router.route(prompts[0], workers="ab"), *many):
             router.first_token(decision.request_id)
             router.finish(decision.request_id, 5)
+            if audit is not None:
+                audit.answered(decision.request_id, Usage(2 * BLOCK, at % 3 * BLOCK))
+                audit.exclude(decision, "by its kind")
 
 
-def tell_all(router, worker):
+def tell_all(router, audit, worker):
     for at in range(60):
         first = at % 40 + 1
         router.apply(Rank(worker), prompts_stored(first, first + 5))
@@ -160,7 +176,7 @@ def tell_all(router, worker):
             router.clear(Rank(worker))
 
 
-def change_all(router, worker):
+def change_all(router, audit, worker):
     for at in range(30):
         router.add_worker(worker)
         router.set_cache_capacity(Rank(worker), 100)
@@ -175,24 +191,53 @@ def test_packed_events_come_before_or_after_a_clear(router, slices):
     payload = encode([PackedStored(names, names, None)])
     with in_thread(router.clear, RANK):
         assert slices.has_begun.wait(PATIENCE_S)
-        with in_thread(router.apply_packed, RANK, payload), router.deciding():
+        with in_thread(router.apply_packed, RANK, payload), router.locked():
             assert len(router.index) <= NUM_PROMPTS  # none of the packed ones
     assert len(router.index) == len(names)
     router.index.check()
 
 
-@pytest.mark.parametrize("kind", [Router, AuditedRouter])
-def test_threads_that_route_tell_and_change_the_fleet_do_not_collide(kind, monkeypatch):
+def look_all(router, audit, worker):
+    for _ in range(30 if audit is not None else 0):
+        audit.ledgers()
+        assert 0 < audit.accuracy(Rank(worker)) < 1
+
+
+@pytest.mark.parametrize("is_audited", [False, True])
+def test_threads_that_route_tell_and_change_the_fleet_do_not_collide(is_audited, monkeypatch):
     monkeypatch.setattr(core, "_EVENTS_PER_SLICE", 2)
     monkeypatch.setattr(core, "_SLOTS_PER_SLICE", 8)
-    router = kind(RouterConfig(block_size=BLOCK))
+    monkeypatch.setattr(audit_module, "_GRACE_S", 1e-6)
+    router = Router(RouterConfig(block_size=BLOCK))
+    audit = Audit(router) if is_audited else None
     for worker in "ab":
         router.add_worker(worker)
     work = [(route_all, 0), (route_all, 1), (route_all, 2)]
-    work += [(tell_all, "a"), (tell_all, "b"), (change_all, "c")]
+    work += [(tell_all, "a"), (tell_all, "b"), (change_all, "c"), (look_all, "a")]
     with ThreadPoolExecutor(len(work)) as threads:
-        for done in [threads.submit(each, router, argument) for each, argument in work]:
+        for done in [threads.submit(each, router, audit, argument) for each, argument in work]:
             done.result(60)
     router.index.check()
     assert len(router.load) == 0
     assert router.ranks == [Rank("a"), Rank("b")]
+    if is_audited:
+        assert set(audit.ledgers()) == {Rank("a"), Rank("b")}
+        assert audit._expected == {}
+
+
+def test_a_request_goes_between_two_slices_of_answers_that_are_judged(router, audit, monkeypatch):
+    monkeypatch.setattr(audit_module, "_GRACE_S", 1e-6)
+    router.apply(RANK, prompts_stored(last=100))
+    for number in range(1, 101):
+        decision = router.route([number] * BLOCK)
+        router.finish(decision.request_id)
+        with monkeypatch.context() as unsettled:
+            unsettled.setattr(audit, "_settle", lambda: None)
+            audit.answered(decision.request_id, Usage(BLOCK, 0))
+    slices = audit.slices = Slices(router)
+    monkeypatch.setattr(audit, "_settle_slice", slices.watch(audit._settle_slice))
+    with in_thread(audit.ledgers):
+        assert slices.has_begun.wait(PATIENCE_S)
+        router.route(LAST)
+    assert audit.num_before == 1 < slices.num_done == 1 + 100 // audit_module._ANSWERS_PER_SLICE
+    assert audit.ledgers()[RANK].num_audited == 100

@@ -33,7 +33,8 @@ from vllm import LLM, SamplingParams, TokensPrompt, __version__
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory, NullEventPublisher
 
-from kvplug.engines.publisher import Publisher, PublisherConfig
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.vllm import logger, register
 
 BLOCK_SIZE, PROMPT_TOKENS, PROMPTS_PER_RUN = 32, 1600, 100

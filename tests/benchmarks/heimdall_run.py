@@ -16,11 +16,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec
 from kvplug.sim.replay.fleet import Arrivals, Outcome, replay
 from kvplug.sim.replay.policies import make_policy
 from kvplug.sim.replay.workload import BlockSource, Request, Workload, request_of
-from kvplug.sim.timing import TimeModel
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

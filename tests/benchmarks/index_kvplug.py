@@ -12,7 +12,7 @@ import numpy as np
 from kvplug import Rank, packed
 from kvplug.hashing import BlockHasher, Hashes, Tokens, TokensLike, as_tokens
 from kvplug.index.block_index import BlockIndex
-from kvplug.index.overlap import Overlap
+from kvplug.index.prefix_query import Overlap
 from tests.benchmarks.index_side import Arguments, Call, run
 from tests.benchmarks.index_workload import Event, Stored
 

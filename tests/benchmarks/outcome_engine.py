@@ -24,11 +24,10 @@ from aiohttp import web
 
 from kvplug.errors import KvplugError
 from kvplug.events import EventBatch
-from kvplug.sim import publisher, service
+from kvplug.sim import engine_service
 from kvplug.sim.api import Api
-from kvplug.sim.cli import parse
-from kvplug.sim.config import SimConfig
-from kvplug.sim.prompts import json_object
+from kvplug.sim.completions import json_object
+from kvplug.sim.engine_config import SimConfig, parse
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import FolderTokenizer, Tokenizer
 from kvplug.wire import Stored, to_wire
@@ -97,7 +96,7 @@ class SlowApi(Api):
 
 
 class StockCodec:
-    """What a publisher asks a codec for."""
+    """What the service asks a codec for."""
 
     @staticmethod
     def encode(batch: EventBatch) -> bytes:
@@ -122,11 +121,11 @@ def main() -> int:
     own, rest = parser.parse_known_args()
     config, _ = parse(rest)
     assert config.tokenizer is not None
-    vars(publisher)["codec"] = StockCodec
-    vars(service)["Api"] = partial(SlowApi, tokenize_s_per_byte=own.tokenize_s_per_byte)
+    vars(engine_service)["codec"] = StockCodec
+    vars(engine_service)["Api"] = partial(SlowApi, tokenize_s_per_byte=own.tokenize_s_per_byte)
     tokenizer = FolderTokenizer(WordTokenizer(config.tokenizer), config.tokenizer)
     try:
-        uvloop.run(service.serve(config, tokenizer))
+        uvloop.run(engine_service.serve(config, tokenizer))
     except KvplugError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvplug.sim.block_hashes import BlockHasher
 from kvplug.sim.replay.engine import EngineSpec
 from kvplug.sim.replay.fleet import Arrivals, replay
 from kvplug.sim.replay.policies import make_policy
 from kvplug.sim.replay.workload import BlockSource, Request, Workload, request_of
+from kvplug.vllm_hashes import PrefixHasher
 from tests.benchmarks.outcome_requests import BLOCK_SIZE, Ask
 from tests.benchmarks.outcome_workloads import TIME_MODEL
 
@@ -60,5 +60,5 @@ def new_tokens(asks: Sequence[Ask]) -> list[int]:
 
 def _blocks(tokens: Sequence[int]) -> list[bytes]:
     digests: list[bytes] = []
-    BlockHasher(BLOCK_SIZE, None, "").extend(digests, tokens)
+    PrefixHasher(BLOCK_SIZE, None, "").extend(digests, tokens)
     return digests

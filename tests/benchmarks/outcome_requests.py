@@ -23,6 +23,7 @@ from examples.launch.engine_server import MODEL_NAME
 from kvplug.server.tokenizer import PromptTokenizer
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
 from kvplug.sim.tokenizer import FolderTokenizer
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 Form = Literal["text", "ids"]
 FORMS: tuple[Form, ...] = ("text", "ids")

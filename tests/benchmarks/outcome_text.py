@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvplug.server.tokenizer import PromptTokenizer
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 LEADING_SPACE = "Ġ"  # as byte-level BPE writes it
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvplug.sim.timing import TimeModel
+from kvplug.sim.engine_config import TimeModel
 from tests.benchmarks.outcome_requests import Ask, Message, Writer
 from tests.benchmarks.outcome_traces import TraceSample
 

@@ -34,12 +34,12 @@ from typing import Any
 
 from rich.console import Console
 
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec
 from kvplug.sim.replay.fleet import Arrivals
 from kvplug.sim.replay.report import Summaries, markdown
 from kvplug.sim.replay.study import Cell, paired_interval, run_cells
 from kvplug.sim.replay.workload import Conversations, Documents, Unshared, WorkloadSpec
-from kvplug.sim.timing import TimeModel
 from tests.benchmarks.sides import ROOT
 
 RESULTS = ROOT / "bench-results" / "sim-sweep.json"

@@ -101,7 +101,7 @@ class Rig:
         self._num_episodes_before = 0
 
     def kill_engine(self):
-        """SIGKILL in the middle of its work, and a new life on the same ports."""
+        """SIGKILL in the middle of its work, and a new incarnation on the same ports."""
         with self._working():
             seen = self.proxy.num_seen
             wait_until(lambda: self.proxy.num_seen >= seen + 5, "it is at work")

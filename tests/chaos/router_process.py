@@ -33,7 +33,7 @@ class RouterProcess:
         self.process.kill()
 
     def kill_and_restart(self):
-        """SIGKILL, then another life that knows nothing."""
+        """SIGKILL, then a new incarnation that knows nothing."""
         self.process.kill()
         self._start()
 

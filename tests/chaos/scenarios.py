@@ -90,12 +90,12 @@ def _engine_killed(rig, num_messages):
 
 
 def _engine_overtakes(rig, num_messages):
-    """The new life's numbers pass the old one's before the router hears of it."""
+    """The new incarnation's numbers pass the old one's before the router hears of it."""
     rig.work(num_messages // 2)
-    old_life = rig.engine.held()
+    old_incarnation = rig.engine.held()
     rig.proxy.cut()
     rig.kill_engine()
-    rig.work(old_life.num_batches + num_messages // 2)
+    rig.work(old_incarnation.num_batches + num_messages // 2)
     rig.proxy.restore()
     rig.heal()
     rig.tick(1)
@@ -104,10 +104,10 @@ def _engine_overtakes(rig, num_messages):
 def _engine_overtakes_unseen(rig, num_messages):
     """The same, and the connection that the router has stays."""
     rig.work(num_messages // 2)
-    old_life = rig.engine.held()
+    old_incarnation = rig.engine.held()
     rig.inject(drop=1.0)
     rig.kill_engine()
-    rig.work(old_life.num_batches + num_messages // 2)
+    rig.work(old_incarnation.num_batches + num_messages // 2)
     rig.heal()
     rig.tick(1)
 

@@ -8,9 +8,9 @@ batches that it published.
 import asyncio
 import os
 
-from kvplug.sim.block_hashes import event_id
-from kvplug.sim.cli import parse
-from kvplug.sim.service import EngineService
+from kvplug.sim.engine_config import parse
+from kvplug.sim.engine_service import EngineService
+from kvplug.vllm_hashes import event_id
 from tests.chaos.asking import answer_in_background
 
 

@@ -52,7 +52,7 @@ async def test_at_most_one_request_in_a_thousand_is_incorrectly_routed(two_engin
         )
 
         def ledgers():
-            ledgers = service.router.ledgers()
+            ledgers = service.audit.ledgers()
             is_done = sum(each.num_audited for each in ledgers.values()) == NUM_REQUESTS
             return ledgers if is_done else None
 

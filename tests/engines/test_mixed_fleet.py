@@ -12,8 +12,8 @@ from examples.launch.vllm_server import VllmServer, VllmSettings
 from kvplug.events import Rank
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.router.config import RouterConfig
+from kvplug.server.bodies import namespace_of
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.namespaces import namespace_of
 from kvplug.server.service import RouterService
 from tests.engines.test_vllm_served import MODEL, cached_tokens, ids
 from tests.waiting import until

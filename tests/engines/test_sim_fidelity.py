@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from kvplug import wire
 from kvplug.events import BlockRemoved, BlockStored
-from kvplug.sim.block_hashes import Lora
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
 from kvplug.sim.scheduler import Scheduler, SchedulerConfig
+from kvplug.vllm_hashes import Lora
 
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 48

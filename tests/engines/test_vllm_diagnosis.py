@@ -109,7 +109,7 @@ async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engine
             num_before += 1
         for number in range(10):
             await complete(client, ids(90 + number, 100), max_tokens=1)
-        [ledger] = service.router.ledgers().values()
+        [ledger] = service.audit.ledgers().values()
         await until(lambda: len(ledger.was_stored) == num_before + 10, "all settle")
         # The tokenizer was compared with the engine's /tokenize, too, and the topic was right.
         codes = found(service, other).keys() - {Code.EVENTS_INCOMPLETE}

@@ -95,7 +95,7 @@ async def engine_that_holds(service, engines):
 async def test_text_becomes_the_token_ids_that_the_engine_computes(
     two_engines, tiny_model, path, body
 ):
-    from kvplug.server.tokenizer import PromptTokenizer
+    from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
     tokenizer = PromptTokenizer.from_folder(tiny_model)
     ours = tokenizer.chat(body) if "messages" in body else tokenizer.completion(body)[0]

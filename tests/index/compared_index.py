@@ -12,6 +12,8 @@ from kvplug import codec
 from kvplug.events import AllBlocksCleared, BlockRemoved, CxlStateTransition, EventBatch
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.cxl import CxlBlocks
+from kvplug.index.moe_labels import MoeLabels
 from kvplug.records import read_payloads
 from tests.index.four_blocks import check_all_leave
 from tests.index.reference import TwinIndex, engine_hash
@@ -80,6 +82,11 @@ class TwinnedIndexMachine(RuleBasedStateMachine):
         self.apply(rank, AllBlocksCleared(tier=tier))
         self.reference.clear(rank, tier)
 
+    def hits(self, hashes, overlap, labels):
+        """By label, how many of the leading blocks of each rank carry it."""
+        count = self.index.annotation(MoeLabels).num_aligned
+        return {label: count(hashes, label, overlap.held) for label in labels}
+
     def compare(self, contents, hashes, overlap, hits):
         """`hits`: by label, what the index counts; the contents are the prefixes of one prompt."""
         for rank in self.present:
@@ -91,7 +98,9 @@ class TwinnedIndexMachine(RuleBasedStateMachine):
             for label, counted in hits.items():
                 expected = self.reference.moe_hits(rank, contents, label, self.present)
                 assert counted[number] == expected
-            metadata = [self.index.cxl_metadata(rank, hash_) for hash_ in hashes.tolist()]
+            metadata = [
+                self.index.annotation(CxlBlocks).metadata(rank, hash_) for hash_ in hashes.tolist()
+            ]
             assert metadata == [self.reference.cxl_of(rank, content) for content in contents]
 
     def teardown(self):

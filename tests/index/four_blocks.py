@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import as_tokens
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.cxl import CxlBlocks
+from kvplug.index.moe_labels import MoeLabels
 
 A, B = Rank("a"), Rank("b")
 TOKENS = tuple(range(16))
@@ -26,10 +28,11 @@ def check_all_leave(index, workers):
     for worker in sorted(workers):
         index.remove_worker(worker)
     index.check()
-    block_store, cxl = index.block_store, index.cxl
+    block_store, cxl = index.block_store, index.annotation(CxlBlocks)
     sizes = len(index), len(block_store.copies), len(block_store.sets), len(block_store.runs)
     assert sizes == (0, 0, 0, 0)
-    assert (len(cxl.states), len(cxl.placements), len(index.labels)) == (0, 0, 0)
+    num_labels = len(index.annotation(MoeLabels))
+    assert (len(cxl.states), len(cxl.placements), num_labels) == (0, 0, 0)
     assert set(index.numbers.owner.tolist()) == {-1}
     assert not index.hash_spaces
 

@@ -3,6 +3,7 @@ arrays.
 """
 
 from collections import Counter
+from functools import lru_cache
 
 import xxhash
 
@@ -18,9 +19,16 @@ SCOPES = [
 ]
 
 
+@lru_cache(maxsize=10_000)
 def engine_hash(algorithm, content):
     """What an engine calls a block: by content, and different with each algorithm or seed."""
     return xxhash.xxh3_64_intdigest(repr((algorithm, content)).encode())
+
+
+@lru_cache(maxsize=10_000)
+def _as_text(content):
+    """What contents are sorted by: namespaces have no order."""
+    return repr(content)
 
 
 def depth_of(has):
@@ -39,7 +47,10 @@ class TwinIndex:
         self.copies, self.cxl, self.labels = {}, {}, {}
 
     def of(self, rank, tier):
-        return self.copies.setdefault((rank, tier), Counter())
+        copies = self.copies.get((rank, tier))
+        if copies is None:
+            copies = self.copies[rank, tier] = Counter()
+        return copies
 
     def cxl_of(self, rank, content):
         return self.cxl.setdefault(rank, {}).get(content)
@@ -146,8 +157,8 @@ class TwinIndex:
 
     def held(self, rank, tier=None):
         tiers = list(Tier) if tier is None else [tier]
-        held = {content for t in tiers for content in +self.of(rank, t)}
-        return sorted(held | set(self.pooled(rank) if tier is None else []), key=repr)
+        held = {c for t in tiers for c, num_copies in self.of(rank, t).items() if num_copies > 0}
+        return sorted(held | set(self.pooled(rank) if tier is None else []), key=_as_text)
 
     def _has(self, rank, content, fleet):
         """The kinds of memory in which a rank finds a block: its own, and pools that it reads."""

@@ -132,8 +132,7 @@ class IndexMachine(TwinnedIndexMachine):
         self.index.overlap(hashes, now_s=0.0)  # the next one goes on what this one has found
         overlap = self.index.overlap(hashes, now_s=0.0)
         prefixes = [(namespace, sum(blocks[: i + 1], ())) for i in range(len(blocks))]
-        hits = {label: self.index.moe_hits(hashes, label, overlap)}
-        self.compare(prefixes, hashes, overlap, hits)
+        self.compare(prefixes, hashes, overlap, self.hits(hashes, overlap, [label]))
 
     @invariant()
     def equals_the_reference(self):

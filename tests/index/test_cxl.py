@@ -14,9 +14,9 @@ from kvplug.events import (
     Rank,
     Tier,
 )
-from kvplug.index.cxl_states import CxlStates
+from kvplug.index.cxl import CxlBlocks
+from kvplug.index.cxl_states import MAX_PLACEMENTS, CxlStates, Placement, Placements
 from kvplug.index.holder_numbers import HolderNumbers
-from kvplug.index.pools import MAX_PLACEMENTS, Placement, Placements
 from tests.index.four_blocks import apply, hashes_of, index_of, stored
 
 PREFILL, DECODE_1, DECODE_2 = Rank("prefill"), Rank("decode-1"), Rank("decode-2")
@@ -39,6 +39,10 @@ def moved(state, *names, pool=None, workers=None):
     return CxlStateTransition(
         block_hashes=names, new_state=state, pool_id=pool, accessible_workers=workers
     )
+
+
+def cxl_of(index):
+    return index.annotation(CxlBlocks)
 
 
 def overlap(index):
@@ -79,10 +83,10 @@ def test_evicted_blocks_are_gone_and_what_is_known_of_them_is_kept(index):
     assert (applied.num_moved, applied.rejected) == (2, {})
     assert len(index) == 0
     first = int(hashes_of(index)[0])
-    assert index.cxl_metadata(PREFILL, first) == CxlMetadata(EVICTED, 7, DECODERS)
+    assert cxl_of(index).metadata(PREFILL, first) == CxlMetadata(EVICTED, 7, DECODERS)
     # Stored and pooled again: pool and workers are those of before.
     apply(index, PREFILL, stored(1, 2), moved(POOLED, 1, 2))
-    assert index.cxl_metadata(PREFILL, first) == CxlMetadata(POOLED, 7, DECODERS)
+    assert cxl_of(index).metadata(PREFILL, first) == CxlMetadata(POOLED, 7, DECODERS)
     assert overlap(index).cxl_accessible.tolist() == [2, 2, 2]
 
 
@@ -166,7 +170,7 @@ def test_a_clear_takes_pools_and_what_is_known(index):
     apply(index, PREFILL, AllBlocksCleared(tier=Tier.DEVICE))
     assert overlap(index).held.tolist() == [1, 1, 1]
     apply(index, PREFILL, AllBlocksCleared())
-    assert (len(index), len(index.cxl.states)) == (0, 0)
+    assert (len(index), len(cxl_of(index).states)) == (0, 0)
 
 
 def test_a_rank_with_names_of_its_own_pools_blocks_for_all(index):
@@ -184,15 +188,15 @@ def test_placements_without_a_block_make_room_and_too_many_are_rejected(index):
     for number in range(2 * MAX_PLACEMENTS):
         index.apply(PREFILL, EventBatch(events=(moved(POOLED, 1, pool=number),)))
     index.check()
-    assert len(index.cxl.placements) <= MAX_PLACEMENTS
-    placements = index.cxl.placements
+    assert len(cxl_of(index).placements) <= MAX_PLACEMENTS
+    placements = cxl_of(index).placements
     for number in range(MAX_PLACEMENTS):
         hash_ = np.array([1000 + number], dtype=np.uint64)
         placement = Placement(0, pool_id=10_000 + number)
         if not placements.is_full(0):
-            index.cxl.states.put(0, hash_, IN_TRANSIT, placements.add(placement))
+            cxl_of(index).states.put(0, hash_, IN_TRANSIT, placements.add(placement))
     for number in placements.numbers_of(0):
-        index.cxl.states.put(0, np.array([5000 + number], dtype=np.uint64), IN_TRANSIT, number)
+        cxl_of(index).states.put(0, np.array([5000 + number], dtype=np.uint64), IN_TRANSIT, number)
     applied = apply(index, PREFILL, moved(POOLED, 2, pool=99))
     assert applied.rejected == {"too_many_pools": 1}
 
@@ -221,26 +225,26 @@ def test_of_blocks_that_are_not_pooled_the_latest_are_kept():
 def test_a_block_that_left_the_index_by_itself_is_in_no_pool(index):
     apply(index, PREFILL, stored(1, 2))
     pool(index, 1, 2)
-    second, (holder,) = hashes_of(index)[1:2], index.cxl.placements.holders
+    second, (holder,) = hashes_of(index)[1:2], cxl_of(index).placements.holders
     index.block_store.drop(holder, second)
     next(iter(index.hash_spaces)).table.erase(np.array([2], dtype=np.uint64))
-    index.cxl.erase_gone()
+    cxl_of(index).erase_gone()
     index.check()
-    assert index.cxl_metadata(PREFILL, int(second[0])) is None
+    assert cxl_of(index).metadata(PREFILL, int(second[0])) is None
     assert overlap(index).cxl_accessible.tolist() == [1, 1, 1]
 
 
 def test_check_sees_a_pooled_block_without_its_copy(index):
     apply(index, PREFILL, stored(1, 2))
     pool(index, 1)
-    (placement,) = (n for n in index.cxl.placements.numbers_of(0))
+    (placement,) = (n for n in cxl_of(index).placements.numbers_of(0))
     second = hashes_of(index)[1:2]
-    index.cxl.states.put(0, second, POOLED, placement)
+    cxl_of(index).states.put(0, second, POOLED, placement)
     with pytest.raises(IndexCorruptError):
         index.check()
-    index.cxl.states.erase(0, second)
+    cxl_of(index).states.erase(0, second)
     index.check()
-    index.cxl.states.erase(0, hashes_of(index)[:1])
+    cxl_of(index).states.erase(0, hashes_of(index)[:1])
     with pytest.raises(IndexCorruptError):
         index.check()
-    index.cxl.states.put(0, hashes_of(index)[:1], POOLED, placement)
+    cxl_of(index).states.put(0, hashes_of(index)[:1], POOLED, placement)

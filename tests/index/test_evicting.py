@@ -11,7 +11,8 @@ from kvplug.events import BlockRemoved, BlockStored, EventBatch, Rank, Tier
 from kvplug.hashing import as_tokens
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
-from kvplug.index.bounds import Bounds, EvictedHashFilter
+from kvplug.index.bounds import Bounds
+from kvplug.index.evicting import EvictedHashFilter
 from kvplug.records import read_payloads
 
 RANKS = [Rank("a"), Rank("b"), Rank("c", 1)]

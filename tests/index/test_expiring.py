@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplug.errors import IndexCorruptError
-from kvplug.index.array_version import ArrayVersion
+from kvplug.index.arrays import ArrayVersion
 from kvplug.index.expiring import ExpiringBlocks, mark_of
 
 TTL_S, CAPACITY, NUM_RANKS = 2.0, 16, 3

@@ -15,6 +15,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.index.apply_result import ApplyResult
+from kvplug.index.moe_labels import MoeLabels
 from kvplug.records import read_payloads
 from tests.index.four_blocks import A, B, apply, hashes_of, index_of, stored
 
@@ -33,8 +34,13 @@ def apply_record(index, rank, event):
     index.check()
 
 
+def labels_of(index):
+    return index.annotation(MoeLabels)
+
+
 def hits(index, label=EXPERT):
-    return index.moe_hits(hashes_of(index), label).tolist()
+    held = index.overlap(hashes_of(index)).held
+    return labels_of(index).num_aligned(hashes_of(index), label, held).tolist()
 
 
 def test_leading_blocks_of_each_rank_are_counted_by_label(index):
@@ -43,13 +49,14 @@ def test_leading_blocks_of_each_rank_are_counted_by_label(index):
     assert (hits(index), hits(index, OTHER)) == ([2, 1], [1, 0])
     assert hits(index, MoeLabel(3, 7, 1)) == [0, 0]
     first = int(hashes_of(index)[0])
-    assert (index.labels.label(0, first), index.labels.label(1, first)) == (EXPERT, None)
+    labels = labels_of(index)
+    assert (labels.label(A, first), labels.label(B, first)) == (EXPERT, None)
 
 
 def test_a_label_behind_a_hole_does_not_count(index):
     apply(index, A, stored(1, 2, 3, moe=EXPERT), BlockRemoved(block_hashes=(2,)))
     assert hits(index) == [1, 0]
-    assert len(index.labels) == 2
+    assert len(labels_of(index)) == 2
 
 
 @pytest.mark.parametrize("way", ["apply", "records", "packed"])
@@ -70,9 +77,9 @@ def test_a_label_goes_with_the_last_copy_however_it_is_removed(index, way):
     assert hits(index) == [2, 0]
     remove()
     index.check()
-    assert len(index.labels) == 1  # the second block is in host memory still
+    assert len(labels_of(index)) == 1  # the second block is in host memory still
     apply(index, A, AllBlocksCleared(tier=Tier.HOST))
-    assert len(index.labels) == 0
+    assert len(labels_of(index)) == 0
 
 
 def test_a_plain_store_leaves_the_label(index):
@@ -90,7 +97,7 @@ def test_a_block_in_a_pool_keeps_its_label_until_it_is_evicted(index):
     assert hits(index) == [1, 0]
     evicted = CxlStateTransition(block_hashes=(1,), new_state=CxlState.EVICTED)
     apply(index, A, evicted)
-    assert len(index.labels) == 0
+    assert len(labels_of(index)) == 0
 
 
 def test_clears_and_departures_take_labels(index):
@@ -99,7 +106,7 @@ def test_clears_and_departures_take_labels(index):
     apply(index, A, AllBlocksCleared())
     assert hits(index) == [0, 1]
     index.remove_worker("b")
-    assert len(index.labels) == 0
+    assert len(labels_of(index)) == 0
 
 
 def test_labels_that_no_block_has_any_more_are_given_up(index):
@@ -107,7 +114,7 @@ def test_labels_that_no_block_has_any_more_are_given_up(index):
         index.apply(A, EventBatch(events=(stored(1, moe=MoeLabel(0, expert)),)))
     index.check()
     assert hits(index, MoeLabel(0, 4999)) == [1, 0]
-    assert index.labels.num_labels <= 1024
+    assert labels_of(index).num_labels <= 1024
 
 
 def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
@@ -115,15 +122,15 @@ def test_the_label_of_a_block_that_left_the_index_by_itself_goes(index):
     hashes = hashes_of(index)
     index.block_store.drop(index.numbers.holder(0, Tier.DEVICE), hashes[1:2])
     next(iter(index.hash_spaces)).table.erase(np.array([2], dtype=np.uint64))
-    index.labels.erase_gone(0)
-    assert (hits(index), len(index.labels)) == ([1, 0], 1)
+    labels_of(index).erase_gone()
+    assert (hits(index), len(labels_of(index))) == ([1, 0], 1)
 
 
 def test_check_sees_a_label_of_a_block_that_is_not_there(index):
     apply(index, A, stored(1, moe=EXPERT))
     hashes = hashes_of(index)
-    values = index.labels.table.items()[1]
-    index.labels.table.put(hashes[3:4], values)
+    values = labels_of(index).table.items()[1]
+    labels_of(index).table.put(hashes[3:4], values)
     with pytest.raises(IndexCorruptError):
         index.check()
-    index.labels.table.erase(hashes[3:4])
+    labels_of(index).table.erase(hashes[3:4])

@@ -6,6 +6,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from kvplug.events import BlockStored, CxlMetadata, CxlState, MoeLabel, Rank, Tier
 from kvplug.hashing import as_tokens
+from kvplug.index.moe_labels import MoeLabels
 from tests.index.compared_index import AppliesRecords, TwinnedIndexMachine
 
 RANKS = [Rank("a"), Rank("a", 1), Rank("b")]
@@ -65,11 +66,11 @@ class PooledIndexMachine(TwinnedIndexMachine):
         self.index.check()
         self.index.overlap(self.hashes)  # the next one goes on what this one has found
         overlap = self.index.overlap(self.hashes)
-        hits = {label: self.index.moe_hits(self.hashes, label) for label in LABELS}
+        hits = self.hits(self.hashes, overlap, LABELS)
         self.compare(CONTENTS, self.hashes, overlap, hits)
         for rank in self.present:
-            number = self.index.numbers.number_of(rank)
-            labels = [self.index.labels.label(number, hash_) for hash_ in self.hashes.tolist()]
+            label_of = self.index.annotation(MoeLabels).label
+            labels = [label_of(rank, hash_) for hash_ in self.hashes.tolist()]
             assert labels == [self.reference.labels.get(rank, {}).get(c) for c in CONTENTS]
 
 

@@ -23,6 +23,9 @@ from kvplug.hashing import as_tokens
 from kvplug.index import snapshot, snapshot_file
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
+from kvplug.index.cxl import CxlBlocks
+from kvplug.index.hash_table import HashTable
+from kvplug.index.moe_labels import MoeLabels
 from kvplug.kernels import runs
 from tests.index.test_evicting import name_of, stored
 
@@ -115,9 +118,10 @@ def test_pools_and_labels_are_in_a_snapshot(tmp_path):
     for each in (index, restored):
         overlap = each.overlap(hashes)
         assert overlap.cxl_accessible.tolist() == [2, 0, 2, 0]
-        assert each.moe_hits(hashes, label).tolist() == [2, 0, 0, 0]
-        assert each.cxl_metadata(RANKS[0], int(hashes[2])).state is CxlState.EVICTED
-        assert each.cxl_metadata(RANKS[0], int(hashes[0])).accessible_workers == ("b",)
+        labels, cxl = each.annotation(MoeLabels), each.annotation(CxlBlocks)
+        assert labels.num_aligned(hashes, label, overlap.held).tolist() == [2, 0, 0, 0]
+        assert cxl.metadata(RANKS[0], int(hashes[2])).state is CxlState.EVICTED
+        assert cxl.metadata(RANKS[0], int(hashes[0])).accessible_workers == ("b",)
     restored.remove_worker("a")
     restored.check()
     assert len(restored) == 0
@@ -161,7 +165,7 @@ BROKEN = {
     "a set that is none": lambda arrays, _: arrays["runs"].__setitem__(8, 10**6),
     "a set in no run": lambda arrays, _: arrays["intern"].__setitem__(slice(None), 10**6),
     "a count": lambda arrays, _: arrays["table"].__setitem__(-2, 1),
-    "a full table": lambda arrays, _: arrays["names0"].__setitem__(slice(None), 7),
+    "a full table": lambda arrays, _: arrays["engine_hashes0"].__setitem__(slice(None), 7),
     "a link": lambda arrays, _: arrays["runs"].__setitem__(15, 10**6),
     "an owner": lambda arrays, _: arrays["owner"].__setitem__(0, 10**6),
     "a dtype": lambda arrays, _: arrays.__setitem__("owner", arrays["owner"].astype(np.float64)),
@@ -173,11 +177,28 @@ BROKEN = {
     "a free run": lambda arrays, _: arrays["runs"].__setitem__(8 * 200 + 1, 10**6),
     "an invariant": lambda arrays, _: arrays["runs"].__setitem__(8 + 2, 1),
     "ranks": lambda _, settings: settings.__setitem__("ranks", settings["ranks"][:1]),
-    "hash spaces": lambda _, settings: settings.__setitem__("hash spaces", [[], []]),
+    "hash spaces": lambda _, settings: settings.__setitem__("hash_spaces", [[], []]),
     "a common hash space": lambda _, settings: settings.__setitem__("common", 9),
     "a block size": lambda _, settings: settings.__setitem__("block_size", 0),
+    "a layout": lambda _, settings: settings.__setitem__("layout", 3),
+    "a pool": lambda _, settings: settings["pools"].append({"holder": 7, "rank": 0, "workers": []}),
+    "an annotation": lambda _, settings: settings["annotations"].__setitem__("window", []),
+    "an annotation's array": lambda arrays, _: arrays.pop("cxl.ring"),
+    "an array of no annotation": lambda arrays, _: arrays.__setitem__("a.b", arrays["moe.table"]),
+    "an annotation's table": lambda arrays, _: arrays["cxl.table"].__setitem__(-2, 1),
+    "an annotation's dtype": lambda arrays, _: arrays.__setitem__("moe.table", np.zeros(4)),
+    "an annotation's settings": lambda _, settings: settings["annotations"].__setitem__("moe", 1),
+    "a placement of nobody": lambda _, settings: settings["annotations"].__setitem__(
+        "cxl", [[[99, 7, None], None]]
+    ),
+    "a placement without its pool": lambda _, settings: settings["annotations"].__setitem__(
+        "cxl", [[[0, 7, None], 5]]
+    ),
+    "an entry of no placement": lambda arrays, _: HashTable(slots=arrays["cxl.table"]).put(
+        np.array([7], dtype=np.uint64), np.array([1 << 2 | 1], dtype=np.uint64)
+    ),
     "a setting": lambda _, settings: settings.__setitem__("more", 1),
-    "a type": lambda _, settings: settings.__setitem__("worth", "much"),
+    "a type": lambda _, settings: settings.__setitem__("confidence", "much"),
 }
 
 
@@ -187,6 +208,26 @@ def test_a_file_that_is_whole_but_not_sound_is_rejected(saved, what):
     rewritten(path, BROKEN[what])
     with pytest.raises(SnapshotError, match="cannot restore an index"):
         snapshot.restore(path)
+
+
+def test_a_file_of_a_former_layout_is_rejected_by_its_number(saved):
+    _, path = saved
+    rewritten(path, lambda _, settings: settings.pop("layout"))
+    with pytest.raises(
+        SnapshotError, match="expected an index of layout 2, got layout 1 of kvplug"
+    ):
+        snapshot.restore(path)
+
+
+def test_annotations_that_a_file_does_not_have_are_empty(saved):
+    index, path = saved
+
+    def without_labels(arrays, settings):
+        del arrays["moe.table"], settings["annotations"]["moe"]
+
+    rewritten(path, without_labels)
+    restored = snapshot.restore(path)
+    assert (everything(restored), len(restored.annotation(MoeLabels))) == (everything(index), 0)
 
 
 def test_a_truncated_file_is_rejected_and_the_index_goes_on(saved):

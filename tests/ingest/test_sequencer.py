@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from kvplug.ingest import trust
-from kvplug.ingest.applier import Effect
+from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust

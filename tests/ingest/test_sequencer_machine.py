@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvplug.ingest.applier import Effect
+from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust

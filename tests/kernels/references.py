@@ -159,19 +159,19 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
     of_ranks = zip(
         ranks, waits, found, fleet["filled"], fleet["sizes"], fleet["usual_waits"], strict=True
     )
-    for r, wait, mine, there, capacity_guard, usual in of_ranks:
+    for r, wait, mine, there, capacity, usual in of_ranks:
         num_blocks_found, num_on_device, loading_ms = mine
         cached = max(0.0, min(num_blocks_found * size, num_tokens - 1))
         new = num_tokens - cached
         prefill = r["token_ms"] * new + r["attention_ms"] * new * (cached + new / 2) + loading_ms
         own = wait + r["fixed_ms"] + busy_ms(r) + prefill
         stored = num_blocks - num_on_device + fleet["answer"] / size
-        evicted = fleet["block_price"] * overflow(there - capacity_guard, stored, num_blocks)
-        delayed = fleet["behind"] * min(1.0, (there + stored) / capacity_guard)
+        evicted = fleet["block_price"] * overflow(there - capacity, stored, num_blocks)
+        delayed = fleet["behind"] * min(1.0, (there + stored) / capacity)
         if r["resident_blocks"] < 0:  # nobody knows
             evicted, delayed = 0.0, fleet["behind"]
         waited = 2 * room_wait_ms(
-            r, r["active_blocks"] + stored - capacity_guard, capacity_guard, fleet["stay"]
+            r, r["active_blocks"] + stored - capacity, capacity, fleet["stay"]
         )
         waited *= min(1.0, stored / max(1, num_blocks))
         later = fleet["num_later"] * (usual - min(fleet["usual_waits"]))

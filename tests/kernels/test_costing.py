@@ -4,13 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.kernels import costing
+from kvplug.kernels._jit import f8, i8, kernel, reads, void, writes
 from tests.kernels import references
 
 loads = st.lists(
     st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(0, 50), st.integers(0, 10)),
     max_size=6,
 )
-NAMES = references.RANK_COLUMNS
+COLUMNS = references.RANK_COLUMNS
 TRAFFIC = (
     *("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks"),
     *("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity"),
@@ -18,7 +19,7 @@ TRAFFIC = (
 counts = st.integers(0, 40).map(float)
 ranks = st.lists(
     st.fixed_dictionaries(
-        {name: counts if name.startswith("num") else st.floats(0, 200) for name in NAMES}
+        {name: counts if name.startswith("num") else st.floats(0, 200) for name in COLUMNS}
         | {"noted_ms": st.just(costing.NEVER_MS) | st.floats(-30_100, 0)}
         | {"resident_blocks": st.just(costing.UNKNOWN_BLOCKS) | st.floats(0, 200)}
     ),
@@ -28,42 +29,64 @@ ranks = st.lists(
 traffics = st.fixed_dictionaries({name: st.floats(0, 100) for name in TRAFFIC})
 
 
+@kernel(f8(f8, i8, f8, reads(f8), i8))
+def blocks_cost(prompt_blocks, num_full_blocks, weight, load, active_depth):
+    return costing.blocks_cost(
+        prompt_blocks, num_full_blocks, weight, load[0], load[1], load[2], active_depth
+    )
+
+
+def blocks_costs(prompt_blocks, num_full_blocks, weight, *loads):
+    """Of ranks, by their credit, blocks to prefill, active blocks, and active depth."""
+    return [
+        blocks_cost(prompt_blocks, num_full_blocks, weight, np.array(load, dtype=float), depth)
+        for *load, depth in zip(*loads, strict=True)
+    ]
+
+
+@kernel(void(reads(f8), reads(f8), reads(i8), reads(f8), reads(f8), writes(f8)))
+def fill_fleet_costs(ranks, traffic, candidates, request, found, out):
+    """request: the time, tokens, tokens per block, and how long the answer may get.
+
+    found: a row of each rank; out: the waits of all, then what each costs itself and the fleet.
+    """
+    n, now_ms = len(candidates), request[0]
+    prompt = costing.Prompt(request[1], request[1] // request[2], request[2], request[3])
+    waits = out[:n]
+    costing.fill_waits(ranks, now_ms, waits)
+    fleet = costing.fleet_of(ranks, traffic, candidates, prompt, waits, now_ms)
+    for rank in range(n):
+        mine = costing.Found(found[3 * rank], found[3 * rank + 1], found[3 * rank + 2])
+        times = costing.times_of(ranks, rank, prompt, fleet, waits[rank], mine)
+        out[n + rank], out[2 * n + rank] = times.own, times.fleet
+
+
 @given(st.floats(0, 50), st.integers(0, 50), st.floats(0, 4), loads)
 def test_the_cost_in_blocks_is_the_formula(prompt_blocks, num_full_blocks, weight, ranks):
     credit, prefill, active, active_depth = (
         (list(c) for c in zip(*ranks, strict=True)) if ranks else ([], [], [], [])
     )
-    out = np.empty(len(ranks))
-    costing.fill_blocks_costs(
-        prompt_blocks, num_full_blocks, weight, np.array(credit, dtype=float),
-        np.array(prefill, dtype=float), np.array(active, dtype=float),
-        np.array(active_depth, dtype=np.int64), out,
-    )  # fmt: skip
-    expected = references.blocks_cost(
-        prompt_blocks, num_full_blocks, weight, credit, prefill, active, active_depth
-    )
-    np.testing.assert_allclose(out, expected)
+    request = prompt_blocks, num_full_blocks, weight
+    costs = blocks_costs(*request, credit, prefill, active, active_depth)
+    expected = references.blocks_cost(*request, credit, prefill, active, active_depth)
+    np.testing.assert_allclose(costs, expected)
 
 
 def test_the_worked_example_of_the_specification():
     # Three workers with 8, 5, 2 blocks to prefill and 10, 5, 9 to decode: the second one wins.
-    out = np.empty(3)
-    credit, zeros = np.array([2.0, 5.0, 8.0]), np.zeros(3, dtype=np.int64)
-    active = np.array([10.0, 5.0, 9.0])
-    costing.fill_blocks_costs(10.0, 0, 1.0, credit, np.zeros(3), active, zeros, out)
-    assert out.tolist() == [18.0, 10.0, 11.0]
+    credit, active, nothing = (2, 5, 8), (10, 5, 9), (0, 0, 0)
+    assert blocks_costs(10.0, 0, 1.0, credit, nothing, active, nothing) == [18.0, 10.0, 11.0]
 
 
 def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
-    columns = np.array([[rank[name] for name in NAMES] for rank in ranks], dtype=float)
-    n, numbers = len(ranks), np.arange(len(ranks))
-    waits, own, cost = np.empty(n), np.empty(n), np.empty(n)
-    costing.fill_fleet_costs(
-        columns.reshape(-1), np.array([traffic[name] for name in TRAFFIC]), numbers, now_ms,
-        float(num_tokens), float(size), max_answer, *np.array(found, dtype=float).T.copy(),
-        waits, own, cost,
+    columns = np.array([[rank[name] for name in COLUMNS] for rank in ranks], dtype=float)
+    request = np.array([now_ms, num_tokens, size, max_answer], dtype=float)
+    out = np.empty((3, len(ranks)))
+    fill_fleet_costs(
+        columns.reshape(-1), np.array([traffic[name] for name in TRAFFIC]), np.arange(len(ranks)),
+        request, np.array(found, dtype=float).reshape(-1), out.reshape(-1),
     )  # fmt: skip
-    return waits, own, cost
+    return out
 
 
 @given(
@@ -86,7 +109,7 @@ def test_the_cost_in_ms_is_the_formula(ranks, traffic, now_ms, num_tokens, size,
 
 def rank_with(**values):
     defaults = {"token_ms": 0.1, "capacity_blocks": 100.0}
-    return dict.fromkeys(NAMES, 0.0) | defaults | values
+    return dict.fromkeys(COLUMNS, 0.0) | defaults | values
 
 
 NOTHING, MOST = (0, 0, 0), (50, 50, 0)

@@ -39,7 +39,7 @@ def test_depths_move_on_over_what_is_live(inserted, prompt, starts, now_s):
         blocks.insert(rank, u64(prompt[:end]), at_s)
         reference.insert(rank, prompt[:end], at_s)
     depths = np.array(starts, dtype=np.int64)
-    kernels.extend_depths(*blocks.query_arrays, now_s, u64(prompt), depths)
+    kernels.extend_depths(now_s, u64(prompt), blocks.bundle, depths)
     assert depths.tolist() == [
         reference.depth(rank, prompt, start, now_s) for rank, start in enumerate(starts)
     ]
@@ -56,12 +56,12 @@ def test_what_is_confirmed_is_gone_and_nothing_else(inserted, confirmed, rank):
     assert len(blocks) == (NUM_RANKS - 1) * len(inserted) + left
 
 
-@pytest.mark.parametrize("num_touched", [31, 32, 33, 64, 65, 100])
-def test_as_many_expire_as_are_due_however_they_are_grouped(num_touched):
+@pytest.mark.parametrize("num_due", [31, 32, 33, 64, 65, 100])
+def test_as_many_expire_as_are_due_however_they_are_grouped(num_due):
     blocks = ExpiringBlocks(2.0)
-    blocks.insert(0, u64(range(1, num_touched + 1)), 0.0)
+    blocks.insert(0, u64(range(1, num_due + 1)), 0.0)
     blocks.insert(0, u64(range(1000, 1050)), 1.0)
-    blocks.expire(2.5, num_touched - 1)
+    blocks.expire(2.5, num_due - 1)
     assert len(blocks) == 51
     blocks.expire(2.5, 10_000)
     assert len(blocks) == 50

@@ -9,8 +9,8 @@ ARRAYS = writes(u8), writes(u8), writes(u4), writes(i8)
 
 
 @kernel(b1(writes(u8), writes(i8), i8, i8))
-def has_room(meta, header, holder, version):
-    return holders.has_room(meta, header, holder, version)
+def has_room(meta, header, holder, num_runs):
+    return holders.has_room(meta, header, holder, num_runs)
 
 
 @kernel(i8(*ARRAYS, i8, i8))

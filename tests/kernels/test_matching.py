@@ -48,7 +48,7 @@ def fill(block_store, holders_of_block, hashes):
 
 
 @given(st.lists(st.tuples(holder_sets, st.integers(1, 5)), max_size=8), st.integers(0, 4))
-def test_a_reach_is_the_contiguous_prefix_of_each_rank(spans, num_unknown):
+def test_what_a_rank_holds_is_its_contiguous_prefix(spans, num_unknown):
     holders_of_block = [holders for holders, length in spans for _ in range(length)]
     if frozenset() in holders_of_block:
         holders_of_block = holders_of_block[: holders_of_block.index(frozenset())]

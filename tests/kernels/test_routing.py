@@ -174,7 +174,7 @@ def make_router(config, capacities, clock, seed=0):
     return router
 
 
-def names_of(tokens):
+def engine_hashes_of(tokens):
     return tuple(hash(tuple(tokens[:end])) % 2**63 for end in range(SIZE, len(tokens) + 1, SIZE))
 
 
@@ -182,19 +182,22 @@ def tell(router, step, worker, what):
     if step == "store":
         tokens, tier = what
         event = BlockStored(
-            block_hashes=names_of(tokens), token_ids=tuple(tokens), block_size=SIZE, tier=tier
+            block_hashes=engine_hashes_of(tokens),
+            token_ids=tuple(tokens),
+            block_size=SIZE,
+            tier=tier,
         )
     else:
-        event = BlockRemoved(block_hashes=names_of(what))
+        event = BlockRemoved(block_hashes=engine_hashes_of(what))
     router.apply(Rank(worker), EventBatch(events=(event,)))
 
 
 def traffic_of(router):
     group = router.fleet_index.groups[0]
     arrays = router._decider._arrays_of(group)
-    names = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
-    names += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
-    return dict(zip(names, arrays.traffic.tolist(), strict=False))
+    columns = ("num_routed", "last_ms", "gap_ms", "work_ms", "prompt_blocks", "cached_blocks")
+    columns += ("answer_tokens", "answer_ms", "distinct_blocks", "held_blocks", "usual_capacity")
+    return dict(zip(columns, arrays.traffic.tolist(), strict=False))
 
 
 @given(settings, capacities, st.lists(steps, min_size=20, max_size=40), st.integers(0, 99))
@@ -223,8 +226,10 @@ def route_and_compare(router, reference, tokens, max_tokens, now_ms):
     hashes = router.index.hasher.sequence_hashes(np.array(tokens, dtype=np.uint32))
     traffic, reference.before = traffic_of(router), reference.ranks
     costs, found = reference.costs(tokens, hashes, traffic, now_ms, max_tokens)
+    resident = router.index.overlap(hashes).held.tolist()
     decision = router.route(tokens, max_tokens=max_tokens)
     number = WORKERS.index(decision.rank.worker)
+    assert router.load.request(decision.request_id).resident_blocks == resident[number]
     assert decision.cost == pytest.approx(costs[number], rel=1e-9, abs=1e-9)
     assert costs[number] <= min(costs) * (1 + 1e-9) + 1e-9
     reference.routed(number, hashes, found, traffic, max_tokens)

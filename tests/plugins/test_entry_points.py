@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 PROGRAM = """
 import importlib, json, sys, threading
-plug = importlib.import_module("kvplug.engines." + sys.argv[1])
-plug.register()
-plug.register()
+plug_in = importlib.import_module("kvplug.engines." + sys.argv[1])
+plug_in.register()
+plug_in.register()
 from kvplug.engines.publisher import Publisher
 json.dump({"threads": threading.active_count(), "modules": sorted(sys.modules)}, sys.stdout)
 """

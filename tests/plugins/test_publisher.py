@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvplug import codec
-from kvplug.engines.publisher import STOP_LIMIT_S, Publisher, PublisherConfig
+from kvplug.engines.publisher import STOP_LIMIT_S, Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.vllm import VllmPublisher
 from kvplug.errors import ConfigError
 from kvplug.transports.zmq import message_of
@@ -119,10 +120,13 @@ def test_replays_are_whole_while_batches_go_out(client):
     assert len(replays[-1]) == 100
 
 
-def test_what_is_no_replay_request_is_passed_over(client):
+def test_what_is_no_replay_request_is_passed_over_and_named_once(client, caplog):
     with publishing() as shell:
         client.ask_nonsense(shell.publisher.replay_endpoint)
         assert client.replay(shell.publisher.replay_endpoint, first=0) == []
+        wait_until(lambda: "passed over a replay request" in caplog.text, "it is named")
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1
 
 
 def test_a_client_that_does_not_read_its_replay_is_left_after_a_while(client):
@@ -275,7 +279,7 @@ def test_shutdown_does_not_wait_for_a_stalled_sender():
 def test_a_process_that_never_shuts_down_ends():
     program = """
 from kvplug.engines.vllm import VllmPublisher
-from kvplug.engines.publisher import PublisherConfig
+from kvplug.engines.settings import PublisherConfig
 shell = VllmPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0"), 0)
 shell.publish(None)
 """

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvplug.engines.publisher import PublisherConfig
+from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.sglang import SglangPublisher
 from tests.plugins.stock_client import StockClient
 

@@ -110,6 +110,25 @@ def test_lost_requests_expire():
     assert sum(seen(router, costing.NUM_RUNNING)) == 1
 
 
+def test_a_request_that_is_renewed_expires_later():
+    clock = Clock()
+    router = make_router(clock, request_expiry_s=10.0)
+    for request_id in ("a", "b", "c"):
+        router.route([1], request_id=request_id)
+    router.finish("c")
+    clock.now_s += 9
+    router.renew("a")
+    router.renew("c")  # it is over, and stays so
+    clock.now_s += 9
+    router.load.expire(clock.now_s)
+    assert ["a" in router.load, "b" in router.load, "c" in router.load] == [True, False, False]
+    clock.now_s += 1
+    router.load.expire(clock.now_s)
+    router.renew("a")  # too late
+    assert (len(router.load), router.load.num_expired) == (0, 2)
+    assert seen(router, costing.NUM_RUNNING) == [0, 0, 0]
+
+
 def test_a_rank_that_goes_takes_its_load_along():
     router = make_router()
     router.route([1, 2], workers=["a"])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.plain_kernels import with_plain_kernels
 from tests.waiting import until
 
 COMMAND = [sys.executable, "-m", "kvplug.router", "--port", "0", "--worker", "http://127.0.0.1:9"]
@@ -29,8 +30,7 @@ wait()
 
 
 @contextmanager
-def running(**environment):
-    environment = {**os.environ, **environment}
+def running(environment):
     with subprocess.Popen(COMMAND, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
@@ -40,7 +40,7 @@ def running(**environment):
 
 @pytest.fixture
 def process():
-    with running() as process:
+    with running(with_plain_kernels()) as process:
         yield process
 
 
@@ -71,13 +71,13 @@ def require_quiet_end(process, number, allowed=""):
 @SIGNALS
 def test_a_signal_while_it_imports_ends_it_without_a_word(number, tmp_path):
     (tmp_path / "uvloop.py").write_text(WAITS_FOR_EVER)
-    with running(PYTHONPATH=str(tmp_path)) as process:
+    with running(with_plain_kernels(PYTHONPATH=str(tmp_path))) as process:
         lines_until(process, "importing")
         require_quiet_end(process, number)
 
 
 @SIGNALS
 async def test_a_signal_while_it_compiles_ends_it_without_a_word(number, tmp_path):
-    with running(NUMBA_CACHE_DIR=str(tmp_path)) as process:
+    with running({**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}) as process:
         await until(lambda: any(tmp_path.rglob("*.nbi")), "the first of the kernels is compiled")
         require_quiet_end(process, number, allowed=r"(.* compiling kernels: .*\n)?")

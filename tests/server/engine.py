@@ -14,15 +14,16 @@ class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
     ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
-    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`: /health waits.
-    `usage` ends its answers, streamed or not. `says` holds the bodies of further routes.
+    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
+    /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
+    routes.
     """
 
     def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.api_key = None
+        self.api_key, self.root = None, ""
         self.last_path, self.is_healthy = "", asyncio.Event()
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
@@ -34,7 +35,7 @@ class Engine:
     async def list_models(self, request):
         self._require_key(request)
         common = {"object": "model", "owned_by": self.owned_by}
-        cards = [{"id": name, "root": "", **common} for name in self.models]
+        cards = [{"id": name, "root": self.root, **common} for name in self.models]
         base = self.models[0] if self.models else None
         cards += [{"id": name, "root": "x", "parent": base, **common} for name in self.adapters]
         return web.json_response({"object": "list", "data": cards})

@@ -21,7 +21,7 @@ async def ledger_of(service):
     """The only ledger, as soon as something is in it."""
 
     def entered():
-        for ledger in service.router.ledgers().values():
+        for ledger in service.audit.ledgers().values():
             if ledger.num_audited or ledger.num_skipped:
                 return ledger
         return None
@@ -56,16 +56,14 @@ def engine_url(service):
 
 
 async def test_a_speculative_block_that_was_not_there_is_wrong(monkeypatch):
-    monkeypatch.setattr("kvplug.audit.router._MAX_WAIT_S", 1.5)  # for events that never come
+    monkeypatch.setattr("kvplug.audit.audit._MAX_WAIT_S", 1.5)  # for events that never come
     engine = Engine()
     engine.usage = usage(0)
     async with routing(engine) as (service, client):
         await ask(client)
         await ask(client)  # counts on the block of the first
         ledger = await ledger_of(service)
-        await until(
-            lambda: service.router.ledgers() and ledger.num_audited == 2, "both are audited"
-        )
+        await until(lambda: service.audit.ledgers() and ledger.num_audited == 2, "both are audited")
         assert ledger.num_by_verdict[Verdict.WRONG_SPECULATIVE] == 1
         assert ledger.incorrect_rate == 0.5
 
@@ -116,4 +114,4 @@ async def test_a_sample_of_nothing_is_no_audit():
     engine.usage = usage(0)
     async with routing(engine, audit_sample=0.0) as (service, client):
         await ask(client)
-        assert service.router.ledgers() == {}
+        assert service.audit.ledgers() == {}

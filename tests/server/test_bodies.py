@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplug.events import Namespace
 from kvplug.server import bodies
-from kvplug.server.bodies import first_prompts, read_body
+from kvplug.server.bodies import (
+    first_prompts,
+    has_extra_key,
+    lora_path_of,
+    namespace_of,
+    read_body,
+)
 from tests.server.engine import Engine
 from tests.server.test_service import routing
 
@@ -57,3 +64,37 @@ async def test_a_large_body_is_routed_and_passed_on_as_it_is():
         [counts] = service.proxy.counts.values()
         assert counts.num_prompt_tokens == 1
     assert engine.last_body == raw
+
+
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [
+        ({}, Namespace()),
+        ({"cache_salt": "s"}, Namespace(salt="s")),
+        ({"cache_salt": ["s", "t"]}, Namespace(salt="s")),  # SGLang: one for each prompt
+        ({"cache_salt": None, "extra_key": ""}, Namespace()),
+        ({"cache_salt": 7, "extra_key": []}, Namespace()),
+    ],
+)
+def test_the_salt_is_read_from_the_body(body, namespace):
+    assert namespace_of(body) == namespace
+    assert namespace_of(body, "l") == Namespace("l", namespace.salt)
+    assert not has_extra_key(body)
+
+
+def test_an_extra_key_keeps_requests_apart_from_all_that_events_say():
+    bodies = [
+        {"extra_key": "a"},
+        {"extra_key": "b"},
+        {"extra_key": "a", "cache_salt": "b"},
+        {"cache_salt": "a"},
+        {},
+    ]
+    assert len({namespace_of(body) for body in bodies}) == len(bodies)
+    assert namespace_of({"extra_key": ["a"]}) == namespace_of({"extra_key": "a"})
+    assert [has_extra_key(body) for body in bodies] == [True, True, True, False, False]
+
+
+def test_the_adapter_beside_the_model_is_read():
+    bodies = [{"lora_path": "l"}, {"lora_path": ["l", None]}, {"lora_path": [None]}, {}]
+    assert [lora_path_of(body) for body in bodies] == ["l", "l", "", ""]

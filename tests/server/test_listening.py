@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import resource
 import signal
 import sys
@@ -15,6 +14,7 @@ import pytest
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.listening import max_connections
 from kvplug.server.service import RouterService
+from tests.plain_kernels import with_plain_kernels
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, serving
 from tests.waiting import until
@@ -113,7 +113,7 @@ async def limited_router(*workers, limit=256):
         *(sys.executable, "-m", "kvplug.router", "--port", "0", *arguments),
         stderr=asyncio.subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=with_plain_kernels(PYTHONUNBUFFERED="1"),
     )
     lines = []
     try:

@@ -30,12 +30,12 @@ async def routing(*engines, **settings):
 
 
 @asynccontextmanager
-async def serving(urls, *, mode="kv", health_interval_s=0.05, **settings):
+async def serving(urls, *, mode="kv", health_interval_s=0.05, request_expiry_s=600.0, **settings):
     """A router before the engines at these URLs, or before none: (service, client)."""
     config = ServerConfig(
         workers=tuple(WorkerSpec(url=url) for url in urls or ["http://127.0.0.1:9"]),
         port=0,
-        router=RouterConfig(block_size=4, mode=mode),
+        router=RouterConfig(block_size=4, mode=mode, request_expiry_s=request_expiry_s),
         health_interval_s=health_interval_s,
         grace_s=0.2,
         **settings,
@@ -207,6 +207,42 @@ async def test_a_client_that_closes_before_the_end_is_no_error(caplog):
     assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_counts_as_load_for_as_long_as_it_is_served(stream):
+    engine = Engine()
+    engine.behaviour = "slow" if stream else "silent"
+    async with routing(engine, request_expiry_s=0.2) as (service, client):
+        body = {**COMPLETION, "stream": stream}
+        asked = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(lambda: engine.num_requests == 1, "the engine works on it")
+        load = service.router.load
+        [request] = load._requests.values()
+        may_end_s = request.routed_s + 1.0
+        await until(lambda: request.deadline_s > may_end_s, "it is renewed again and again")
+        assert (len(load), load.num_expired) == (1, 0)
+        asked.cancel()
+        if stream:
+            (await asked).close()
+        await until(lambda: len(load) == 0, "its load is gone")
+
+
+async def test_a_client_that_shuts_its_side_down_has_left():
+    engine = Engine()
+    engine.behaviour = "slow"
+    async with routing(engine) as (service, _):
+        port = int(service.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({**COMPLETION, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write_eof()
+        await until(lambda: engine.num_cancelled == 1, "the engine's request is cancelled")
+        await reader.read()
+        assert reader.at_eof()
+        writer.close()
+
+
 async def test_a_worker_that_comes_back_is_used_again():
     engine = Engine()
     async with routing(engine) as (service, client):
@@ -261,6 +297,24 @@ async def test_text_without_a_tokenizer_is_routed_by_load_and_counted(caplog):
     assert 'kvplug_requests_untokenized_total{model="m"} 2.0' in text
     assert caplog.text.count("without prefix knowledge") == 1
     assert "--tokenizer" in caplog.text
+
+
+async def test_the_tokenizer_of_a_hub_model_is_in_the_hubs_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--org--name"
+    folder = model / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    save_tokenizer(str(folder))
+    engine = Engine()
+    engine.root = "org/name"
+    async with routing(engine) as (service, client):
+        body = {"model": "m", "prompt": "some text"}
+        async with client.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+        [counts] = service.proxy.counts.values()
+        assert counts.num_prompt_tokens > 0
 
 
 @pytest.mark.parametrize(

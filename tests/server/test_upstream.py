@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from aiohttp.client_reqrep import ConnectionKey
 
+from kvplug.api_errors import ApiError
 from kvplug.server.diagnosis.finding import Code
-from kvplug.server.replies import ApiError
 from kvplug.server.upstream import LostError, translated
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing, serving

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvplug.audit.router import Usage
+from kvplug.audit.audit import Usage
 from kvplug.server.usage import Stream, WholeEvents, max_tokens_of, unauditable, usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}

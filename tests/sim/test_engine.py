@@ -9,8 +9,8 @@ from kvplug.errors import ConfigError
 from kvplug.events import AllBlocksCleared, Namespace
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.block_index import BlockIndex
-from kvplug.sim.block_hashes import event_id
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine, TimeModel
+from kvplug.vllm_hashes import event_id
 from tests.test_package import loaded_by
 
 RANK = Rank("w")

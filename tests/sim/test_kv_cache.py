@@ -5,9 +5,9 @@ import pytest
 
 from kvplug import codec
 from kvplug.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Namespace
-from kvplug.sim.block_hashes import Lora, event_id
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
+from kvplug.vllm_hashes import Lora, event_id
 
 BLOCK = 4
 

@@ -1,4 +1,4 @@
-"""`python -m kvplug.sim.engine` as a process."""
+"""`python -m kvplug.sim.engine`, mostly as a process."""
 
 import json
 import signal
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvplug.sim.engine.__main__ import main
 from tests.sim.test_tokenizer import model_folder  # noqa: F401 - a fixture
 from tests.test_package import loaded_by
 
@@ -26,8 +27,19 @@ def started(*flags):
             process.kill()
 
 
-def ran(*flags):
-    return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, check=False)
+@pytest.fixture
+def ran(monkeypatch, capfd):
+    """(exit code, what it said on standard error), in this process: it ends before it serves."""
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", [*COMMAND[2:], *flags])
+        try:
+            code = main()
+        except SystemExit as left:
+            code = left.code
+        return code, capfd.readouterr().err
+
+    return run
 
 
 def complete(url, prompt):
@@ -54,24 +66,25 @@ def test_with_a_tokenizer(model_folder):  # noqa: F811 - it is the fixture
             assert json.load(reply)["data"][0]["root"] == str(model_folder)
 
 
-def test_a_taken_port_ends_it_with_one_sentence():
+def test_a_taken_port_ends_it_with_one_sentence(ran):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run = ran("--port", str(port))
-    assert run.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: " in run.stderr
-    assert run.stderr.count("\n") == 1
+        code, said = ran("--port", str(port))
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: " in said
+    assert said.count("\n") == 1
 
 
-def test_bad_flags_end_it_with_code_2():
-    run = ran("--no-such-flag")
-    assert run.returncode == 2
-    assert "unrecognized arguments: --no-such-flag" in run.stderr
+def test_bad_flags_end_it_with_code_2(ran):
+    code, said = ran("--no-such-flag")
+    assert code == 2
+    assert "unrecognized arguments: --no-such-flag" in said
 
 
 def test_nothing_that_it_loads_is_numba_even_with_a_tokenizer():
     loaded = loaded_by(
-        "import kvplug.sim.cli, kvplug.sim.service, kvplug.sim.tokenizer, kvplug.server.tokenizer"
+        "import kvplug.sim.engine_config, kvplug.sim.engine_service, kvplug.sim.tokenizer;"
+        "import kvplug.tokenization.prompt_tokenizer"
     )
     assert "aiohttp" in loaded
     assert "numba" not in loaded

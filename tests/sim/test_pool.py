@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvplug.events import AllBlocksCleared, BlockRemoved
-from kvplug.sim.block_hashes import event_id
 from kvplug.sim.pool import BlockPool
+from kvplug.vllm_hashes import event_id
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
 

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvplug.errors import TokenizerError
-from kvplug.server.tokenizer import PromptTokenizer
 from kvplug.sim.tokenizer import ByteTokenizer, FolderTokenizer
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat sees the quick fox jump again"
 

@@ -11,8 +11,8 @@ from kvplug.audit.expectation import Verdict
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
-from kvplug.sim.service import EngineService
-from tests.sim.test_service import config
+from kvplug.sim.engine_service import EngineService
+from tests.sim.test_engine_service import config
 from tests.waiting import until
 
 
@@ -69,7 +69,7 @@ async def test_the_audit_finds_no_mistakes_under_evictions():
                 await reply.read()
 
         await asyncio.gather(*(ask(number) for number in range(400)))
-        ledgers = router.router.ledgers
+        ledgers = router.audit.ledgers
 
         def num_audited():
             return sum(ledger.num_audited for ledger in ledgers().values())

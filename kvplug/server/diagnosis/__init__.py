@@ -1,10 +1,10 @@
 """What is wrong with a fleet's set-up, by name and with the fix.
 
-finding   Finding, Code
+finding   Finding, its Code, and findings as text
 facts     what an engine says of itself -> EngineFacts
-probe     asks an engine over HTTP; tokenization compares what it makes of a text
-view      what is known of one worker: WorkerView; recent: which counts grew of late
+probe     asks an engine over HTTP: its facts, and how it tokenizes
+view      what is known of one worker: WorkerView
 checks    WorkerViews -> findings; one function per cause
 board     Diagnosis: keeps looking; logs what is new and what is over
-doctor    `python -m kvplug.router doctor`; table prints, direct asks without a router
+doctor    `python -m kvplug.router doctor`: asks a router, or the engines without one
 """

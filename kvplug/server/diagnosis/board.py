@@ -1,6 +1,7 @@
 """Diagnosis: keeps looking at the fleet and knows what is wrong with it now.
 
-In:  fleet, router, prompts.   Out: findings; a line in the log when one begins or ends.
+In:  fleet, prompts, an audit and its router.   Out: findings; a line in the log when one begins or
+ends.
 
 Engines are asked what they say of themselves when they come up, and every minute from then on.
 The router is told how many blocks they have room for.
@@ -15,19 +16,17 @@ from typing import NamedTuple
 
 import aiohttp
 
+from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
-from kvplug.audit.router import AuditedRouter
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import UNCONFIRMED, Trust
 from kvplug.server.config import ServerConfig
-from kvplug.server.diagnosis import tokenization
 from kvplug.server.diagnosis.checks import check_all
 from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code, Finding
-from kvplug.server.diagnosis.probe import Prober
-from kvplug.server.diagnosis.recent import RecentCounts
-from kvplug.server.diagnosis.view import Disagreement, StreamView, WorkerView
+from kvplug.server.diagnosis.probe import Prober, compare_tokenization
+from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
 from kvplug.server.fleet import Fleet, Worker
 from kvplug.server.prompts import Prompts
 
@@ -52,7 +51,7 @@ class Diagnosis:
         self,
         config: ServerConfig,
         fleet: Fleet,
-        router: AuditedRouter,
+        audit: Audit,
         prompts: Prompts,
         session: aiohttp.ClientSession,
         *,
@@ -60,7 +59,8 @@ class Diagnosis:
     ) -> None:
         """`connect_grace_s`: how long an event stream may be away before that is a finding."""
         self.seen: set[tuple[str, Code]] = set()
-        self._config, self._fleet, self._router, self._prompts = config, fleet, router, prompts
+        self._config, self._fleet, self._prompts = config, fleet, prompts
+        self._audit, self._router = audit, audit.router
         self._prober = Prober(session, config.connect_timeout_s)
         self._connect_grace_s = connect_grace_s
         self._asked: dict[str, _Asked] = {}
@@ -129,13 +129,13 @@ class Diagnosis:
             tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
             if tokenizer is None:
                 continue
-            found = await tokenization.compare(self._prober, worker.url, model, tokenizer)
+            found = await compare_tokenization(self._prober, worker.url, model, tokenizer)
             if found is not None:
                 return found
         return None
 
     def _views(self) -> list[WorkerView]:
-        ledgers, alone = self._router.ledgers(), self._hashes_alone()
+        ledgers, alone = self._audit.ledgers(), self._hashes_alone()
         return [
             self._view(worker, ledgers.get(Rank(worker.url)), is_alone=worker.url in alone)
             for worker in self._fleet.workers.values()
@@ -148,7 +148,7 @@ class Diagnosis:
             down_because=worker.down_because,
             uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
-            block_size=self._router.index_of(Rank(worker.url)).block_size,
+            block_size=self._fleet.block_size_of(worker),
             cache_size=self._router.cache_size(Rank(worker.url)),
             num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
             events=self._events_endpoint(worker),

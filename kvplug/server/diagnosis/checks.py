@@ -153,7 +153,8 @@ def _event_format(view: WorkerView) -> Found:
 def _block_size(view: WorkerView) -> Found:
     rejected = view.stream.skipped[RejectReason.BLOCK_SIZE.value] if view.stream else 0
     size = view.facts.block_size
-    if size in (None, view.block_size) and not rejected:
+    is_equal = size in (None, view.block_size) and not rejected
+    if view.block_size is None or is_equal:
         return
     seen = f"{size}" if size not in (None, view.block_size) else "blocks of another size"
     if rejected:

@@ -2,12 +2,16 @@
 
 In:  the URL of a running router, or workers to ask directly.
 Out: a table; exit code 0 if nothing is found, 1 if something is, 2 if nobody could be asked.
+
+What only traffic shows (events that never match, a usage without cached tokens) is not found by
+asking directly.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,17 +20,23 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvplug.audit.audit import Audit
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
+from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.diagnosis.direct import ask_directly
-from kvplug.server.diagnosis.finding import Finding
-from kvplug.server.diagnosis.table import table_of
+from kvplug.server.diagnosis.board import Diagnosis
+from kvplug.server.diagnosis.finding import Code, Finding, table_of
+from kvplug.server.fleet import Fleet
+from kvplug.server.prompts import Prompts
+from kvplug.server.upstream import Upstream
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
+_CONNECT_LIMIT_S = 3.0
+_POLL_S = 0.02
 
 
 class _Health(msgspec.Struct):
@@ -51,21 +61,51 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _findings(arguments: argparse.Namespace) -> list[Finding]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
-        if not arguments.worker:
-            return await _ask_router(session, arguments.url)
-        config = ServerConfig(
-            workers=tuple(map(WorkerSpec.parse, arguments.worker)),
-            router=RouterConfig(block_size=arguments.block_size),
-            tokenizer=arguments.tokenizer,
-        )
-        return await ask_directly(config, session)
+    if not arguments.worker:
+        return await _ask_router(arguments.url)
+    config = ServerConfig(
+        workers=tuple(map(WorkerSpec.parse, arguments.worker)),
+        router=RouterConfig(block_size=arguments.block_size),
+        tokenizer=arguments.tokenizer,
+        worker_api_key_file=arguments.worker_api_key_file,
+    )
+    async with Upstream(config) as upstream:
+        return await _ask_workers(config, upstream.session)
 
 
-async def _ask_router(session: aiohttp.ClientSession, url: str) -> list[Finding]:
-    # A fleet without a worker that is up answers 503, with the same body.
-    async with session.get(url.rstrip("/") + "/health") as response:
+async def _ask_router(url: str) -> list[Finding]:
+    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        # A fleet without a worker that is up answers 503, with the same body.
+        session.get(url.rstrip("/") + "/health") as response,
+    ):
         return msgspec.json.decode(await response.read(), type=_Health).findings
+
+
+async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> list[Finding]:
+    """Connect to all workers and their events, ask, and leave again."""
+    audit = Audit(Router(config.router))
+    fleet = Fleet(config, audit.router, audit, session)
+    diagnosis = Diagnosis(
+        config, fleet, audit, Prompts(config.tokenizer), session, connect_grace_s=0.0
+    )
+    try:
+        await fleet.start()
+        await asyncio.gather(diagnosis.ask(), _wait_for_events(fleet))
+        # Who comes for a moment has not missed what it would have to know.
+        return [f for f in diagnosis.look() if f.code is not Code.EVENTS_INCOMPLETE]
+    finally:
+        await fleet.stop()
+
+
+async def _wait_for_events(fleet: Fleet) -> None:
+    followers = [worker.follower for worker in fleet.workers.values() if worker.follower]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CONNECT_LIMIT_S):
+            # The listener's thread connects them; it knows no event loop.
+            while not all(follower.connected for follower in followers):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,4 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, default=RouterConfig().block_size, help=text)
     text = "tokenizer.json and chat template; with --worker"
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    text = "holds the key of engines that demand one; with --worker"
+    add("--worker-api-key-file", type=Path, metavar="FILE", help=text)
     return parser

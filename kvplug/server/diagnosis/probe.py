@@ -1,20 +1,25 @@
-"""Asks an engine what it says of itself, and how it tokenizes.
+"""Asks an engine what it says of itself, and whether it tokenizes a text as the router does.
 
-In:  its URL.   Out: EngineFacts; the token ids of a text. What it does not answer stays unknown.
+In:  its URL; our tokenizer for its model.
+Out: EngineFacts; a Disagreement, or None. What it does not answer stays unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from kvplug.errors import TokenizerError
 from kvplug.server.diagnosis import facts
 from kvplug.server.diagnosis.facts import EngineFacts
+from kvplug.server.diagnosis.view import Disagreement
+from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 PROBE_TEXT = "The quick brown fox, ünïcode 漢字 🙂 and\n\tnew  lines: 3.14159 != x[0]"
+_MAX_SHOWN = 6
 
 _VLLM: dict[str, Callable[[bytes], EngineFacts]] = {
     "/version": facts.of_version,
@@ -62,3 +67,32 @@ class Prober:
                 return read(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return EngineFacts()
+
+
+async def compare_tokenization(
+    prober: Prober, url: str, model: str, tokenizer: PromptTokenizer
+) -> Disagreement | None:
+    """Of a completion's prompt and of a chat's; what either side refuses is not compared."""
+    for what, body, ours in _probes(model, tokenizer):
+        theirs = await prober.tokens_of(url, body)
+        if theirs is not None and theirs != ours:
+            return Disagreement(ours=_describe(what, ours), theirs=_describe(what, theirs))
+    return None
+
+
+def _probes(
+    model: str, tokenizer: PromptTokenizer
+) -> Iterator[tuple[str, dict[str, Any], list[int]]]:
+    completion = {"model": model, "prompt": PROBE_TEXT}
+    chat = {"model": model, "messages": [{"role": "user", "content": PROBE_TEXT}]}
+    try:
+        yield "a probe text", completion, tokenizer.completion(completion)[0].tolist()
+        yield "a probe chat", chat, tokenizer.chat(chat).tolist()
+    except TokenizerError:
+        return  # base models have no template
+
+
+def _describe(what: str, ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:_MAX_SHOWN]))
+    more = ", ..." if len(ids) > _MAX_SHOWN else ""
+    return f"{what} in {len(ids)} tokens ({shown}{more})"

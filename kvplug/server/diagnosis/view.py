@@ -42,7 +42,7 @@ class WorkerView:
     """One worker. models: name -> where it was loaded from.
 
     uses_events: whether the router goes by events at all;
-    block_size, cache_size, num_ranks, topic: what the router goes by;
+    block_size (None until it is known), cache_size, num_ranks, topic: what the router goes by;
     events: the endpoint that it was given;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
@@ -53,7 +53,7 @@ class WorkerView:
     down_because: str | None = None
     uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
-    block_size: int = 16
+    block_size: int | None = None
     cache_size: CacheSize = field(default_factory=CacheSize)
     num_ranks: int = 1
     events: str | None = None
@@ -64,3 +64,28 @@ class WorkerView:
     tokenization: Disagreement | None = None
     untokenized: frozenset[str] = frozenset()
     hashes_alone: bool = False
+
+
+class RecentCounts:
+    """Of ever-growing counts, those that a view shows: what was skipped long ago is history.
+
+    of(worker, counts, now_s): what grew in the last `window_s`, with its whole count.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._grew: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def of(self, worker: str, counts: Counter[str], now_s: float) -> Counter[str]:
+        """A reason that is seen for the first time has just grown."""
+        for reason, count in counts.items():
+            last, _ = self._grew.get((worker, reason), (0, now_s))
+            if count != last:
+                self._grew[worker, reason] = count, now_s
+        return Counter(
+            {
+                reason: count
+                for reason, count in counts.items()
+                if count and now_s - self._grew[worker, reason][1] < self._window_s
+            }
+        )

@@ -24,11 +24,11 @@ import xxhash
 
 from kvplug.errors import ConfigError
 from kvplug.events import Event, EventBatch
-from kvplug.sim.block_hashes import Lora
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
 from kvplug.sim.scheduler import Chunk, Emitted, Plan, Scheduler, SchedulerConfig
-from kvplug.sim.timing import TimeModel
+from kvplug.vllm_hashes import Lora
 
 __all__ = ["Lora", "Request", "SchedulerConfig", "SimulatedEngine", "Step", "TimeModel"]
 

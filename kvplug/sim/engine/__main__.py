@@ -1,4 +1,4 @@
-"""The door: `python -m kvplug.sim.engine`. See `--help`, or docs/simulation.md."""
+"""The entry point: `python -m kvplug.sim.engine`. See `--help`, or docs/simulation.md."""
 
 import asyncio
 import logging
@@ -10,8 +10,8 @@ from kvplug.errors import KvplugError
 def main() -> int:
     """Serve one simulated engine; returns the exit code."""
     try:
-        from kvplug.sim.cli import parse
-        from kvplug.sim.service import serve
+        from kvplug.sim.engine_config import parse
+        from kvplug.sim.engine_service import serve
         from kvplug.sim.tokenizer import FolderTokenizer
     except ModuleNotFoundError as error:
         sys.stderr.write(f"a simulated engine needs {error.name!r}: pip install 'kvplug[router]'\n")
@@ -23,7 +23,8 @@ def main() -> int:
     try:
         tokenizer = None
         if config.tokenizer is not None:
-            from kvplug.server.tokenizer import PromptTokenizer  # as a router tokenizes
+            # As a router in front of it tokenizes; not loaded where bytes are tokens.
+            from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
             prompts = PromptTokenizer.from_folder(config.tokenizer)
             tokenizer = FolderTokenizer(prompts, config.tokenizer)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.workload import Request
-from kvplug.sim.timing import TimeModel
 
 U64 = npt.NDArray[np.uint64]
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from kvplug.errors import ConfigError
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec
-from kvplug.sim.timing import TimeModel
 
 DEFAULT_CACHE_TOKENS: Final = 400_000
 """About what an 8B model leaves on a GPU of 80 GB."""

@@ -29,6 +29,7 @@ def view(**more):
     sound = {
         "url": URL,
         "models": {"m": "/models/m"},
+        "block_size": 16,
         "events": "tcp://127.0.0.1:5557",
         "topic": "kv@",
         "stream": SOUND_STREAM,

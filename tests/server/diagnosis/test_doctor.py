@@ -1,12 +1,12 @@
 """`python -m kvplug.router doctor` as a user runs it."""
 
 import asyncio
-import os
 import sys
 
 import pytest
 
 from kvplug.server.diagnosis.doctor import main
+from tests.plain_kernels import with_plain_kernels
 from tests.server.diagnosis.test_board import SOUND_VLLM, vllm
 from tests.server.diagnosis.test_facts import METRICS
 from tests.server.engine import served
@@ -35,7 +35,7 @@ async def doctor_process(*arguments):
         *(sys.executable, "-m", "kvplug.router", "doctor", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200"},
+        env=with_plain_kernels(COLUMNS="200"),
     )
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
@@ -66,6 +66,24 @@ async def test_workers_can_be_asked_without_a_router(doctor):
         assert "block_size" not in out
         code, out, _ = await doctor("--worker", "http://127.0.0.1:9", "--block-size", "4")
         assert (code, "worker_down" in out) == (1, True)
+
+
+async def test_an_engine_that_demands_a_key_can_be_asked(doctor, tmp_path):
+    engine, key_file = vllm(kv_event_sources={}), tmp_path / "key"
+    engine.api_key = "secret"
+    key_file.write_text("secret\n")
+    async with served(engine) as url:
+        _, out, _ = await doctor("--worker", url)
+        assert "worker_down" in out
+        _, out, _ = await doctor("--worker", url, "--worker-api-key-file", str(key_file))
+        assert "worker_down" not in out
+        assert "events_off" in out
+
+
+async def test_a_block_size_that_nobody_has_named_yet_is_no_finding(doctor):
+    async with served(vllm(kv_event_sources={}, metrics=METRICS)) as url:
+        _, out, _ = await doctor("--worker", url)
+    assert "block_size" not in out
 
 
 async def test_a_sound_fleet_is_exit_code_0(doctor, publisher):

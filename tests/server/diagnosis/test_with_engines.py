@@ -10,10 +10,10 @@ from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
-from kvplug.sim.service import EngineService
-from kvplug.sim.timing import TimeModel
+from kvplug.sim.engine_config import TimeModel
+from kvplug.sim.engine_service import EngineService
 from tests.ingest.publisher import stored
-from tests.sim.test_service import config
+from tests.sim.test_engine_service import config
 from tests.waiting import until
 
 PROMPTS = [[number] * 20 for number in range(10)]
@@ -57,8 +57,8 @@ def codes(service):
 async def test_a_sound_engine_has_no_findings():
     async with routing(REPLAYING, replays=True) as (service, client):
         await ask_all(client)
-        [rank] = service.router.ledgers()
-        ledgers = service.router.ledgers
+        [rank] = service.audit.ledgers()
+        ledgers = service.audit.ledgers
         await until(lambda: len(ledgers()[rank].was_stored) == len(PROMPTS), "all are settled")
         assert all(ledgers()[rank].was_stored)
         assert codes(service) == set()
@@ -74,6 +74,16 @@ async def test_a_block_size_that_is_not_the_engines_is_seen_in_its_events():
 
         [finding] = await until(found, "all blocks are refused")
         assert "--block-size 4" in finding.fix
+
+
+async def test_a_block_size_is_no_finding_before_it_is_known():
+    async with routing(REPLAYING, block_size=None, replays=True) as (service, client):
+        await service.diagnosis.ask()
+        [worker] = service.fleet.workers.values()
+        assert (service.fleet.block_size_of(worker), codes(service)) == (None, set())
+        await ask_all(client)
+        await until(lambda: service.fleet.block_size_of(worker) == 4, "blocks are stored")
+        assert codes(service) == set()
 
 
 async def test_a_stream_that_stays_silent_is_found():
@@ -98,8 +108,8 @@ async def test_a_router_that_comes_late_does_not_know_all():
         await until(lambda: Code.EVENTS_INCOMPLETE in codes(service), "the gap is found")
         [found] = [f for f in service.diagnosis.look() if f.code is Code.EVENTS_INCOMPLETE]
         assert found.fix
-        [rank] = service.router.ledgers()
-        assert 0.5 <= service.router.accuracy(rank) <= 1
+        [rank] = service.audit.ledgers()
+        assert 0.5 <= service.audit.accuracy(rank) <= 1
 
 
 @pytest.mark.parametrize("is_other", [False, True])

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvplug.sim.replay.cli import main
+from tests.plain_kernels import with_plain_kernels
 from tests.sim.replay.test_traces import line, write_jsonl
 
 FAST = ["--processes", "1", "--seeds", "2", "--requests", "40", "--policies", "random,least_loaded"]
@@ -129,6 +130,7 @@ def test_wrong_flags_get_one_sentence_and_code_2(log, capsys, flags, message):
 
 def test_as_a_process_it_uses_processes_and_prints_no_bar_into_a_file(log):
     command = [sys.executable, "-m", "kvplug.sim", log, *FAST, "--processes", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = with_plain_kernels()
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert [row["policy"] for row in rows_of(run.stdout)] == ["random", "least_loaded"]
     assert run.stderr == ""

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
+from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec, Job, ReplayEngine
 from kvplug.sim.replay.workload import Conversations, Documents, Unshared
-from kvplug.sim.timing import TimeModel
 
 SIZE, TIME = 16, TimeModel()
 

@@ -20,7 +20,8 @@ CELL = Cell(
 )
 
 
-def test_cells_come_back_in_order_and_equal_from_any_process():
+def test_cells_come_back_in_order_and_equal_from_any_process(monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # of the processes: they start sooner
     cells = [
         dataclasses.replace(CELL, policy=policy, seed=seed)
         for seed in range(2)

@@ -1,0 +1,11 @@
+"""Text to token ids, as the engine does it: for the router, and for a simulated engine.
+
+prompt_tokenizer   bodies of OpenAI's API -> token ids
+model_folder       the files of a model -> its tokenizer and its chat templates
+chat_template      the messages of a chat -> one text
+chat_messages      messages, tools and options, in the form in which a template gets them
+content_format     which form of content a template reads
+piece_encoder      one text -> token ids; pieces that were seen before are not tokenized again
+
+Nothing here needs the kernels, so whoever only tokenizes waits for no compilation.
+"""

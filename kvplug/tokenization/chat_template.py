@@ -1,0 +1,191 @@
+"""A chat body to the one text that the engine tokenizes.
+
+In:  the body of /v1/chat/completions; the chat templates (Jinja) of a model.
+Out: the prompt text, as vLLM 0.32.0 with transformers 5.19.0 renders it; tests/tokenization/vectors
+holds what it rendered.
+
+What the template gets to see is made in chat_messages.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn, Self
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvplug.errors import TokenizerError
+from kvplug.tokenization.chat_messages import (
+    RESERVED_OPTIONS,
+    Json,
+    cannot,
+    conversation,
+    developer_as_system,
+    options_of,
+)
+from kvplug.tokenization.content_format import ContentFormat, content_format
+
+_CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class ChatTemplates:
+    """The chat templates of one model."""
+
+    def __init__(
+        self, sources: Mapping[str, str], *, without_tools: str | None = None, if_none: str = ""
+    ) -> None:
+        """Compile the templates.
+
+        sources:        by name; "tool_use" is taken for bodies with tools, "default" else.
+        without_tools:  goes before `sources` for bodies without tools.
+        if_none:        why there is no template, for the error.
+        """
+        self._named = {name: ChatTemplate.compile(text) for name, text in sources.items()}
+        self._without_tools = None if without_tools is None else ChatTemplate.compile(without_tools)
+        self._if_none = if_none or "the model has no default chat template"
+
+    def render(self, body: Mapping[str, Any], special_tokens: Mapping[str, str]) -> str:
+        """Render the prompt of a chat body; TokenizerError if the engine would refuse it, too."""
+        options = options_of(body)
+        if body.get("chat_template") is not None or "chat_template" in options:
+            raise TokenizerError(
+                "cannot render a chat: expected no chat_template in the request, got one; "
+                "it is program text from outside and is not run"
+            )
+        if reserved := RESERVED_OPTIONS & options.keys():
+            raise cannot("render a chat", "only template variables", sorted(reserved))
+        template = self._choose(with_tools=options["tools"] is not None)
+        return template.render(body.get("messages"), {**special_tokens, **options})
+
+    def _choose(self, *, with_tools: bool) -> ChatTemplate:
+        if self._without_tools is not None and not with_tools:
+            return self._without_tools
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if name in self._named:
+                return self._named[name]
+        raise TokenizerError(f"cannot render a chat: {self._if_none}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """One compiled template and what was learnt from its text."""
+
+    source: str
+    content_format: ContentFormat
+    variables: frozenset[str]
+    compiled: jinja2.Template
+
+    @classmethod
+    def compile(cls, source: str) -> Self:
+        """Compile the text; TokenizerError if it is no valid template."""
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            variables = frozenset(meta.find_undeclared_variables(tree))
+            return cls(source, content_format(tree), variables, _ENVIRONMENT.from_string(source))
+        except (jinja2.TemplateError, SyntaxError) as error:
+            raise TokenizerError(f"cannot compile the chat template: {error}") from error
+
+    def render(self, messages: object, options: Json) -> str:
+        """Render messages of a body; the options are the template's variables."""
+        chat = conversation(messages, self.content_format)
+        if not any(f"{quote}developer{quote}" in self.source for quote in "'\""):
+            chat = developer_as_system(chat)
+        if not options.pop("continue_final_message"):
+            return self._run(chat, options)
+        if options["add_generation_prompt"]:
+            raise TokenizerError(
+                "cannot render a chat: expected add_generation_prompt or continue_final_message "
+                "to be false, got true for both (the first is true by default)"
+            )
+        return self._run_open_ended(chat, options)
+
+    def _run(self, chat: list[Json], options: Json) -> str:
+        always = ("tools", "documents", "add_generation_prompt")
+        known = {name: options[name] for name in always}
+        known |= {name: value for name, value in options.items() if name in self.variables}
+        try:
+            return self.compiled.render(messages=chat, **known)
+        except Exception as error:
+            # A template is a program: it can raise whatever Python can.
+            raise TokenizerError(f"cannot render a chat: the template says {error}") from error
+
+    def _run_open_ended(self, chat: list[Json], options: Json) -> str:
+        """Render up to the end of the final message's text, which the model shall continue."""
+        final = _mark_end(chat[-1])
+        text = self._run(chat, options)
+        mark = _CONTINUE_HERE.strip()
+        if "content" not in self.source or final.strip() not in text or mark not in text:
+            raise cannot("continue the final message", "it in the rendered chat", final)
+        end = text.rindex(mark)
+        # A template that trims messages took the mark's own space away: then trim the message too.
+        is_trimmed = text[end : end + len(_CONTINUE_HERE)] != _CONTINUE_HERE
+        return text[:end].rstrip() if is_trimmed else text[:end]
+
+
+def _mark_end(message: Json) -> str:
+    """Append the mark to the last text of the message; returns that text without it."""
+    if isinstance(message["content"], str):
+        message["content"] += _CONTINUE_HERE
+        return str(message["content"].removesuffix(_CONTINUE_HERE))
+    for part in reversed(message["content"]):
+        if "text" in part:
+            part["text"] += _CONTINUE_HERE
+            return str(part["text"].removesuffix(_CONTINUE_HERE))
+    raise cannot("continue the final message", "text in it", message["content"])
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it only passes through."""
+
+    tags = {"generation"}  # noqa: RUF012 - the form that jinja2 asks for
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Serialize without Jinja's HTML escapes; templates name the arguments."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    # Local time, as in the engine: both must run in the same time zone.
+    return datetime.now().strftime(pattern)
+
+
+def _new_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _new_environment()

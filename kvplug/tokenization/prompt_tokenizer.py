@@ -1,0 +1,171 @@
+"""The prompts of a request body to token ids, equal to those that the engine computes.
+
+In:  bodies of /v1/completions and /v1/chat/completions; the folder of the model.
+Out: uint32 token ids, one array per prompt.
+
+Routing hashes token ids, so "nearly the same text" is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from tokenizers import Encoding, Tokenizer
+
+from kvplug.errors import TokenizerError
+from kvplug.tokenization.chat_messages import cannot, flag
+from kvplug.tokenization.chat_template import ChatTemplates
+from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
+from kvplug.tokenization.piece_encoder import PieceEncoder
+
+if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
+    from kvplug.hashing import Tokens
+
+_U32_MAX = 2**32 - 1
+
+
+def token_id_prompts(prompt: object) -> list[Tokens] | None:
+    """Return the prompts that are token ids already; None if they are text.
+
+    It is the `prompt` of a completion: text, a list of texts, token ids or a list of token ids.
+    Anything else, and an id outside [0, 2**32), raises TokenizerError.
+    """
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        raise cannot("read the prompt", "text or a list of texts or token ids", prompt)
+    kinds = set(map(type, prompt))
+    if kinds == {str}:
+        return None
+    return [_token_ids(ids) for ids in (prompt if kinds == {list} else [prompt])]
+
+
+def first_token_ids(body: Mapping[str, Any]) -> Tokens | None:
+    """Of the first prompt of a /v1/completions body, as the engine cuts it; None if it is text."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[:1]
+    ids = token_id_prompts(prompt)
+    return None if ids is None else _cut(ids[0], body)
+
+
+def _token_ids(ids: list[Any]) -> Tokens:
+    kinds = set(map(type, ids))  # at C speed; bool is an int to Python but no token id
+    if not kinds <= {int}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int}))
+        raise TokenizerError(f"cannot read the prompt: expected integers as token ids, got {found}")
+    if ids and not 0 <= min(ids) <= max(ids) <= _U32_MAX:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise cannot("read the prompt", "token ids in [0, 2**32)", wrong)
+    return np.array(ids, dtype=np.uint32)
+
+
+class PromptTokenizer:
+    """Tokenizes request bodies as the engine does."""
+
+    def __init__(
+        self, backend: Tokenizer, templates: ChatTemplates, special_tokens: Mapping[str, str]
+    ) -> None:
+        """Use from_folder; special_tokens are the template's variables: bos_token and so on."""
+        self._backend, self._encoder = backend, PieceEncoder(backend)
+        self._templates = templates
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of a model folder.
+
+        A missing template is an error of chat() only: base models have none.
+        """
+        return cls(*read_model_folder(folder))
+
+    @classmethod
+    def of_model(cls, name: str) -> Self:
+        """As from_folder, of a folder or of a model in the local Hugging Face cache."""
+        return cls.from_folder(find_model_folder(name))
+
+    def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
+        """Token ids of each prompt of a /v1/completions body."""
+        prompt = _prompt_of(body)
+        given = token_id_prompts(prompt)
+        if given is not None:
+            return [_cut(ids, body) for ids in given]
+        with_special = flag(body, "add_special_tokens", True)
+        return [self._encode(text, body, with_special) for text in _texts(prompt)]
+
+    def chat(self, body: Mapping[str, Any]) -> Tokens:
+        """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
+        return self._encode(*self._chat_text(body))
+
+    def first(self, body: Mapping[str, Any], *, is_chat: bool, max_new: int) -> Tokens | None:
+        """Of a chat, or of the first text of a completion.
+
+        None if more than `max_new` characters of it would have to be tokenized: the others are
+        known from earlier prompts.
+        """
+        if is_chat:
+            return self._encode_within(*self._chat_text(body), max_new)
+        with_special = flag(body, "add_special_tokens", True)
+        return self._encode_within(_texts(_prompt_of(body))[0], body, with_special, max_new)
+
+    def _chat_text(self, body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], bool]:
+        text = self._templates.render(body, self._special_tokens)
+        return text, body, flag(body, "add_special_tokens", False)
+
+    def _encode(self, text: str, body: Mapping[str, Any], with_special: bool) -> Tokens:
+        ids = self._encode_within(text, body, with_special, len(text))
+        assert ids is not None
+        return ids
+
+    def _encode_within(
+        self, text: str, body: Mapping[str, Any], with_special: bool, max_new: int
+    ) -> Tokens | None:
+        limit = _limit(body) if body.get("truncation_side") is None else None
+        try:
+            if limit is None:
+                ids = self._encoder.encode(text, with_special=with_special, max_new=max_new)
+                return None if ids is None else _cut(ids, body)
+            if len(text) > max_new:
+                return None
+            encoding = self._encode_end(text, limit, with_special)
+        except Exception as error:
+            # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
+            raise TokenizerError(f"cannot tokenize a text: {error}") from error
+        return _cut(np.array(encoding.ids, dtype=np.uint32), body)
+
+    def _encode_end(self, text: str, limit: int, with_special: bool) -> Encoding:
+        """Drop tokens at the left of the text only: the special tokens stay."""
+        num_special = self._backend.num_special_tokens_to_add(False) if with_special else 0
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, limit - num_special), direction="left")
+        return self._backend.post_process(encoding, add_special_tokens=with_special)
+
+
+def _prompt_of(body: Mapping[str, Any]) -> object:
+    for field in ("prompt_embeds", "suffix"):
+        if body.get(field) is not None:
+            raise cannot("read the prompt", f"no {field} in the request", body[field])
+    return body.get("prompt")
+
+
+def _texts(prompt: object) -> list[str]:
+    return prompt if isinstance(prompt, list) else [str(prompt)]
+
+
+def _limit(body: Mapping[str, Any]) -> int | None:
+    limit = body.get("truncate_prompt_tokens")
+    if limit is not None and (type(limit) is not int or limit < -1):
+        raise cannot("read the request", "an integer >= -1 in 'truncate_prompt_tokens'", limit)
+    # -1 cuts at the engine's context length, which is not known here: few prompts are longer.
+    return None if limit == -1 else limit
+
+
+def _cut(ids: Tokens, body: Mapping[str, Any]) -> Tokens:
+    limit = _limit(body)
+    if limit is None or limit >= len(ids):
+        return ids
+    # vLLM keeps the end of a prompt unless it is told otherwise.
+    return ids[:limit] if body.get("truncation_side") == "right" else ids[len(ids) - limit :]
