@@ -14,6 +14,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(900))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def scratch(tmp_path_factory):
+    """Engines leave sockets and files behind when they are killed: with what pytest removes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("scratch")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def vllm_python():
     return ensure_vllm()
