@@ -256,7 +256,7 @@ class Decider:
         self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
         answer: Answer,
     ) -> Decision:  # fmt: skip
-        number, cost, depth, own_ms, *prefill = row.tolist()[routing.RANK :]
+        _, _, _, number, cost, depth, own_ms, *prefill = row.tolist()
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
