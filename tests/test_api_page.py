@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from kvplug.index.overlap import Overlap
 
 import kvplug
 from kvplug import BlockIndex, Namespace, Rank, Router, Tier, errors
-from kvplug.index.overlap import Overlap
 from kvplug.ingest.event_thread import EventThread
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvplug.sim.publisher import EventPublisher
 
 from examples import custom_constraint, in_process
 from kvplug import AllBlocksCleared, BlockStored, EventBatch
 from kvplug.errors import NoWorkerError
-from kvplug.sim.publisher import EventPublisher
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(1, 65))
