@@ -52,7 +52,7 @@ format: $(READY)  ## rewrite the code in the project's format
 .PHONY: test-fast
 test-fast: EXAMPLES ?= 25
 test-fast: $(READY)  ## everything that needs no engine; EXAMPLES of each property (`make test` tries 60)
-	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m 'not engine'
+	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m 'not engine' --durations 10
 
 .PHONY: test-kernels
 test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks, on numba 0.65.0 and the newest
@@ -60,7 +60,7 @@ test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks
 
 .PHONY: test-engines
 test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; real SGLang, served
-	$(BIN)/pytest -q -m engine --durations 5
+	$(BIN)/pytest -q -m engine --durations 10
 
 .PHONY: bench-router
 bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json

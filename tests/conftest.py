@@ -17,6 +17,10 @@ settings.register_profile(
 settings.load_profile("kvplug")
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "uses(*recipes): engines that the test uses, see EnginePool")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     """What is imported stays: to look through it in every collection costs a fifth of the time."""

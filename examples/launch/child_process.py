@@ -2,13 +2,16 @@
 
 In:  a command line, its environment, a log file.
 Out: processes that are started, waited for, stopped and killed as a whole, whatever they started
-themselves, and that are gone when this process is gone, however it went.
+themselves, and that are gone when this process is gone, however it went. Their temporary files (of
+engines: sockets, mostly) are in a folder that goes with them.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,12 +49,13 @@ class ChildProcess:
             raise LaunchError(f"{self.name} is already running")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
+            self._scratch = tempfile.mkdtemp(prefix="kvplug-")
             self._leader = subprocess.Popen(
-                [sys.executable, "-I", "-S", lifeline.__file__, *self._command],
+                [sys.executable, "-I", "-S", lifeline.__file__, self._scratch, *self._command],
                 stdin=subprocess.PIPE,  # the lifeline: it breaks when this process ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._env,
+                env={**self._env, "TMPDIR": self._scratch},
                 start_new_session=True,
             )
 
@@ -123,6 +127,7 @@ class ChildProcess:
             raise LaunchError(f"{self.name} left processes that cannot be killed: {self.members()}")
         if self._leader.stdin is not None:
             self._leader.stdin.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         self._leader = None  # the group's id may now become somebody else's: forget it
 
     def _failure(self, sentence: str) -> LaunchError:

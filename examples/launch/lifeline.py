@@ -1,13 +1,16 @@
 """A command that does not outlive whoever started it.
 
-In:  a command line; standard input, a pipe that nobody writes to and only the starter holds open.
-Out: the command's exit status, or, once the pipe breaks, nothing: the whole group is killed.
+In:  a folder for temporary files and a command line; standard input, a pipe that nobody writes to
+and only the starter holds open.
+Out: the command's exit status, or, once the pipe breaks, nothing: the whole group is killed, and
+the folder removed.
 
 PR_SET_PDEATHSIG would reach the command alone: engines start processes of their own, which would
 stay behind. Run as a script by `child_process.py`, as the leader of a process group.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +19,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 
-def kill_group_at_end_of_input() -> None:
+def kill_group_at_end_of_input(scratch: str) -> None:
     """Wait for the pipe to break, then take everything down, this process included."""
     while os.read(0, 4096):
         pass
+    shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -43,6 +47,7 @@ def stay(signum: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stay)
     signal.signal(signal.SIGINT, stay)
-    threading.Thread(target=kill_group_at_end_of_input, daemon=True).start()
+    scratch, *command = sys.argv[1:]
+    threading.Thread(target=kill_group_at_end_of_input, args=(scratch,), daemon=True).start()
     # Not sys.exit: the interpreter would wait for nothing and might trip over the reading thread.
-    os._exit(run(sys.argv[1:]))
+    os._exit(run(command))

@@ -27,7 +27,14 @@ from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
-from kvplug.router.decider import NO_TOKENS, Answer, Decider, Decision
+from kvplug.router.decider import (
+    NO_TOKENS,
+    Answer,
+    Decider,
+    Decision,
+    Prompt,
+    checked_num_tokens,
+)
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
@@ -38,7 +45,6 @@ from kvplug.router.observer import (
     run_of_events,
     run_of_records,
 )
-from kvplug.router.prompt import Prompt, checked_num_tokens
 from kvplug.router.query_first_lock import QueryFirstLock
 
 # Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.

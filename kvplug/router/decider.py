@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Callable, Collection
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,20 +21,71 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError, NoWorkerError
 from kvplug.events import Rank
-from kvplug.hashing import Hashes, Tokens
+from kvplug.hashing import BlockHasher, Hashes, Tokens
 from kvplug.kernels import routing
-from kvplug.router.candidates import Candidates
 from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex, IndexGroup
 from kvplug.router.group_arrays import GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
-from kvplug.router.prompt import MAX_TOKENS, Prompt, checked_num_tokens
+from kvplug.setting import finite, shown, whole
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.uint32)
+
+MAX_TOKENS: Final = 10_000_000
+"""Of a prompt or an answer: far more than any engine takes, and what the fitted models can bear."""
+
+_MAX_REMEMBERED: Final = 256
+
+
+def checked_num_tokens(
+    value: object, name: str, attempt: str, most: float = float(MAX_TOKENS)
+) -> int:
+    """A number of tokens that a caller gave; ConfigError if it cannot be one."""
+    number = whole(value)
+    if not 0 <= finite(number) <= most:
+        bounds = f"0 to {most:,.0f}" if math.isfinite(most) else "0 or more"
+        expected = f"expected {name} to be a whole number of tokens, {bounds}"
+        raise ConfigError(f"cannot {attempt}: {expected}, got {shown(value)}")
+    return int(number)
+
+
+class Prompt:
+    """What a request asks to be prefilled: len(prompt) tokens, and their hashes if no kernel
+    computes them.
+    """
+
+    __slots__ = ("_given", "_hashes", "_num_tokens", "seed", "tokens")
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        namespace_seed: int,
+        hashes: Hashes | None = None,
+        num_tokens: int | None = None,
+    ) -> None:
+        """`hashes` of `num_tokens` tokens, which then need not be given."""
+        self.tokens, self.seed, self._given = tokens, namespace_seed, hashes
+        self._num_tokens = len(tokens) if num_tokens is None else num_tokens
+        self._hashes: dict[tuple[int, int], Hashes] = {}
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    def known_hashes(self, hasher: BlockHasher) -> Hashes | None:
+        """uint64[hasher.num_blocks(len(self))]; None if the routing kernel computes them."""
+        if self._given is not None:
+            return self._given
+        if hasher.window == hasher.block_size:
+            return None
+        asked = hasher.block_size, hasher.window
+        hashes = self._hashes.get(asked)
+        if hashes is None:
+            hashes = self._hashes[asked] = hasher.sequence_hashes(self.tokens, self.seed)
+        return hashes
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +124,43 @@ class Answer(NamedTuple):
         return float(min(limit, MAX_TOKENS))
 
 
+class _Candidates:
+    """Who may take a request: the numbers of ranks, remembered by what narrows the choice.
+
+    Call `clear` when the fleet has changed.
+    """
+
+    def __init__(self, fleet_index: FleetIndex) -> None:
+        self._fleet_index = fleet_index
+        self._known: dict[tuple[str, frozenset[str] | None], I64] = {}
+
+    def clear(self) -> None:
+        """Somebody came or went, or has another model."""
+        self._known.clear()
+
+    def of(self, model: str, workers: Collection[str] | None) -> I64:
+        """int64[n]: ranks of these workers that have the model; "" and None leave the choice."""
+        asked = model, None if workers is None else frozenset(workers)
+        numbers = self._known.get(asked)
+        if numbers is None:
+            if len(self._known) >= _MAX_REMEMBERED:
+                self._known.clear()
+            numbers = self._known[asked] = self._find(model, asked[1])
+        return numbers
+
+    def _find(self, model: str, workers: frozenset[str] | None) -> I64:
+        allowed: Collection[str] | None = workers
+        if model:
+            allowed = self._fleet_index.workers_with(model, workers)
+        ranks = enumerate(self._fleet_index.numbers.ranks)
+        numbers = [
+            number
+            for number, rank in ranks
+            if rank is not None and (allowed is None or rank.worker in allowed)
+        ]
+        return np.array(numbers, dtype=np.int64)
+
+
 class _Requests(msgspec.Struct, gc=False):
     """As the kernel takes them: the tokens of all, their hashes, a row of each."""
 
@@ -97,7 +185,7 @@ class Decider:
     ) -> None:
         self._config, self._fleet_index, self._load = config, fleet_index, load
         self._random = random_ or random.Random()
-        self._candidates = Candidates(fleet_index)
+        self._candidates = _Candidates(fleet_index)
         self._round_robin = RoundRobin()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
         self._row: F64 = np.zeros(routing.REQUEST_WIDTH)
@@ -256,7 +344,7 @@ class Decider:
         self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
         answer: Answer,
     ) -> Decision:  # fmt: skip
-        number, cost, depth, own_ms, *prefill = row.tolist()[routing.RANK :]
+        _, _, _, number, cost, depth, own_ms, *prefill = row.tolist()
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)

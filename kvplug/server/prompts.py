@@ -61,7 +61,8 @@ class Prompts:
     @property
     def without_tokenizer(self) -> frozenset[str]:
         """Models whose text came and could not be tokenized, for want of a tokenizer."""
-        missing = {model for model, tokenizer in self._tokenizers.items() if tokenizer is None}
+        loaded = dict(self._tokenizers)  # a copy, made at once: the diagnosis loads in a thread
+        missing = {model for model, tokenizer in loaded.items() if tokenizer is None}
         return frozenset(missing & self.untokenized.keys())
 
     async def tokens_of(self, body: Body, root: str, *, is_chat: bool, size: int) -> Tokens | None:

@@ -57,6 +57,7 @@ def _run_engine(engine_name, arguments):
             engine = ENGINES[engine_name](folder, buffer_steps=buffer_steps)
             try:
                 engine.start()
+                engine.wait_ready()
                 for scenario in together:
                     with Rig(engine, folder, arguments.seed, **scenario.rig) as rig:
                         yield engine.name, scenario, _outcome(scenario, rig, arguments.messages)

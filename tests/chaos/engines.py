@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from examples.launch.child_process import ChildProcess
 from examples.launch.endpoint import LOOPBACK, Endpoint
-from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from examples.launch.ports import free_ports
-from examples.launch.sglang_env import ensure_sglang
 from tests.chaos.asking import ask
-from tests.engines.plugged_sglang import PluggedSglang
-from tests.engines.plugged_vllm import PluggedVllm
+from tests.engines.plugged_sglang import plugged_sglang
+from tests.engines.plugged_vllm import plugged_vllm
 from tests.plugins.stock_client import wait_until
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
@@ -64,9 +62,14 @@ class SimEngine:
 
     def start(self):
         self.process.start()
+
+    def wait_ready(self):
         self.process.wait_until(
             self._endpoint.is_healthy, "take requests", timeout_s=_START_LIMIT_S
         )
+
+    def stop(self):
+        self.process.stop()
 
     def complete(self, prompts, *, max_tokens=1):
         body = {"prompt": prompts, "max_tokens": max_tokens}
@@ -90,15 +93,20 @@ class VllmEngine:
     name = "vLLM"
 
     def __init__(self, folder, *, buffer_steps):
-        python = ensure_vllm()
-        events = {"buffer_steps": buffer_steps}
-        self._server = PluggedVllm(python, ensure_tiny_model(python), None, folder, events=events)
+        recipe = plugged_vllm(self.name, is_stock=True, events={"buffer_steps": buffer_steps})
+        self._server = recipe.make(folder)
         self.process = self._server.process
         self.events_endpoint = f"tcp://{LOOPBACK}:{self._server.events_port}"
         self.replay_endpoint = f"tcp://{LOOPBACK}:{self._server.replay_port}"
 
     def start(self):
-        self._server.__enter__()
+        self.process.start()
+
+    def wait_ready(self):
+        self._server.wait_ready()
+
+    def stop(self):
+        self.process.stop()
 
     def complete(self, prompts, *, max_tokens=1):
         self._server.complete(prompts, max_tokens=max_tokens)
@@ -118,18 +126,21 @@ class SglangEngine:
     name = "SGLang"
 
     def __init__(self, folder, *, buffer_steps):
-        python = ensure_sglang()
-        events = {"buffer_steps": buffer_steps}
-        self._engine = PluggedSglang(
-            python, ensure_tiny_model(python), None, folder, is_stock=True, events=events
-        )
+        recipe = plugged_sglang(self.name, is_stock=True, events={"buffer_steps": buffer_steps})
+        self._engine = recipe.make(folder)
         server = self._engine.server
         self.process = server.process
         self.events_endpoint = server.events_endpoint
         self.replay_endpoint = server.replay_endpoint
 
     def start(self):
-        self._engine.__enter__()
+        self.process.start()
+
+    def wait_ready(self):
+        self._engine.wait_ready()
+
+    def stop(self):
+        self.process.stop()
 
     def complete(self, prompts, *, max_tokens=1):
         self._engine.generate(prompts, max_tokens=max_tokens)

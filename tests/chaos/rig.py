@@ -108,6 +108,7 @@ class Rig:
             self.engine.process.kill()
             wait_until(lambda: not self.proxy.is_upstream_connected, "its events have ended")
         self.engine.start()
+        self.engine.wait_ready()
         wait_until(lambda: self.proxy.is_upstream_connected, "the proxy hears the new engine")
 
     @contextmanager

@@ -32,6 +32,7 @@ def engines(tmp_path_factory):
             folder = tmp_path_factory.mktemp("engine")
             started[buffer_steps] = SimEngine(folder, buffer_steps=buffer_steps)
             started[buffer_steps].start()
+            started[buffer_steps].wait_ready()
         return started[buffer_steps]
 
     yield engine

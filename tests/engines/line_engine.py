@@ -5,17 +5,30 @@ import os
 import subprocess
 from pathlib import Path
 
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from examples.launch.ports import free_ports
 from kvplug import Namespace, Rank
 from kvplug.ingest.follower import Follower
+from tests.engines.engine_pool import Recipe
 from tests.plugins.stock_client import wait_until
 
 SCRIPT = Path(__file__).with_name("vllm_on_lines.py")
 NUM_BLOCKS = 48
 
 
+def line_engine(name, *, has_adapter=False, **more):
+    """A recipe; `more` goes to LineEngine."""
+
+    def make(folder):
+        python = ensure_vllm()
+        lora = folder / "adapter" if has_adapter else None
+        return LineEngine(name, python, ensure_tiny_model(python), lora=lora, **more)
+
+    return Recipe(name, make)
+
+
 class LineEngine:
-    """A context manager; `ask` it, and let a router `follow` it."""
+    """`ask` it, and let a router `follow` it."""
 
     def __init__(self, name, python, model_dir, *, hash_seed="0", lora=None, **llm):
         [self.port] = free_ports(1)
@@ -30,15 +43,14 @@ class LineEngine:
         self._env = {**os.environ, "PYTHONHASHSEED": hash_seed}
         self.num_batches, self.blocks = 0, set()
 
-    def __enter__(self):
+    def start(self):
         pipe = subprocess.PIPE
         # Its end of the pipe is the lifeline: the engine ends when this process is gone.
         self._process = subprocess.Popen(
             self._command, env=self._env, stdin=pipe, stdout=pipe, text=True
         )
-        return self
 
-    def __exit__(self, *_):
+    def stop(self):
         self._process.stdin.close()
         self._process.kill()
         self._process.wait()

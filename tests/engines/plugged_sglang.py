@@ -1,8 +1,8 @@
 """SGLang with kvplug installed beside it, and the oracle that knows what it caches.
 
-In:  an interpreter that has SGLang, a model's folder, a folder with kvplug installed.
-Out: a server that publishes through kvplug; every sequence of tokens that it may have cached; and,
-when asked, the blocks that its tree holds.
+In:  settings that differ from the usual ones; is_stock leaves publishing to SGLang's own publisher.
+Out: a recipe of a server that publishes; every sequence of tokens that it may have cached; and,
+     when asked, the blocks that its tree holds.
 """
 
 import hashlib
@@ -13,45 +13,58 @@ import struct
 from pathlib import Path
 
 from examples.launch.endpoint import Endpoint
+from examples.launch.engine_env import ensure_tiny_model
+from examples.launch.plugin_env import ensure_plugin
+from examples.launch.sglang_env import ensure_sglang
 from examples.launch.sglang_server import SglangServer, SglangSettings
+from tests.engines.engine_pool import Recipe
+from tests.engines.engine_start import FORKED, START_PLUGIN
 
 ORACLE = Path(__file__).with_name("sglang_oracle_plugin")
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
 
 
-class PluggedSglang:
-    """One server; a context manager that waits until it serves and stops it at the end."""
+def plugged_sglang(name, kind=None, *, is_stock=False, **more):
+    """A recipe; `more` goes to PluggedSglang."""
 
-    def __init__(self, python, model_dir, plugin, folder, *, is_stock=False, events=(), dp_size=1):
-        path = os.pathsep.join(str(each) for each in (plugin, ORACLE) if each)
-        self._oracle = folder / f"oracle.{len(list(folder.iterdir()))}"  # a socket is bound once
+    def make(folder):
+        python = ensure_sglang()
+        plugin = None if is_stock else ensure_plugin(python)
+        return (kind or PluggedSglang)(python, ensure_tiny_model(python), plugin, folder, **more)
+
+    return Recipe(name, make)
+
+
+class PluggedSglang:
+    """One server; env: what of its environment differs, how it makes its processes included."""
+
+    def __init__(self, python, model_dir, plugin, folder, *, events=(), dp_size=1, env=FORKED):
+        path = os.pathsep.join(str(each) for each in (plugin, ORACLE, START_PLUGIN) if each)
+        self._oracle = folder / "oracle"
         cores = "|".join(str(rank) for rank in range(dp_size))  # SGLang wants to know, rank by rank
-        env = {"SGLANG_CPU_OMP_THREADS_BIND": cores} if dp_size > 1 else {}
-        env |= {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._oracle)}
+        bound = {"SGLANG_CPU_OMP_THREADS_BIND": cores} if dp_size > 1 else {}
+        mine = {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._oracle)}
         settings = SglangSettings(
             python=python,
             model_dir=model_dir,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            plugin=None if is_stock else plugin,
+            plugin=plugin,
             extra_events_config=dict(events),
             extra_flags=("--dp-size", str(dp_size)),
-            extra_env=env,
+            extra_env={**bound, **mine, **dict(env)},
         )
         self.server = SglangServer("sglang", settings, log_dir=folder)
         self.endpoint = Endpoint(int(self.server.url.rpartition(":")[2]))
         self.sequences = set()
 
-    def __enter__(self):
+    def start(self):
         self.server.start()
-        try:
-            self.server.wait_ready()
-        except BaseException:
-            self.server.stop()
-            raise
-        return self
 
-    def __exit__(self, *_):
+    def wait_ready(self):
+        self.server.wait_ready()
+
+    def stop(self):
         self.server.stop()
 
     def log(self):

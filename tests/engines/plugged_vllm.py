@@ -1,50 +1,47 @@
 """`vllm serve` with kvplug installed beside it, and the oracle that knows what it caches.
 
-In:  an interpreter that has vLLM, a model's folder, a folder with kvplug installed (None leaves
-     publishing to vLLM's own publisher).
-Out: an OpenAI server that publishes, and per rank its block pool when asked.
+In:  settings that differ from the usual ones; is_stock leaves publishing to vLLM's own publisher.
+Out: a recipe of an OpenAI server that publishes, and that tells per rank what its block pool holds.
 """
 
 import json
 import os
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 from examples.launch.child_process import ChildProcess
 from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
+from examples.launch.plugin_env import ensure_plugin
 from examples.launch.ports import free_ports
 from examples.launch.vllm_server import ENGINE_ENV, FOREIGN_ENV
+from tests.engines.engine_pool import Recipe
+from tests.engines.engine_start import FORKED, START_PLUGIN
 
-ROOT = Path(__file__).parents[2]
 ORACLE = Path(__file__).with_name("oracle_plugin")
 MODEL, BLOCK_SIZE, START_LIMIT_S = "tiny-llama", 32, 300.0
 
 
-def install_kvplug(python, folder):
-    """What `pip install kvplug` would put beside vLLM, in a folder of its own."""
-    source, target = folder / "source", folder / "target"
-    shutil.copytree(ROOT / "kvplug", source / "kvplug")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    # Without isolation, so that nothing is downloaded: vLLM's environment has setuptools.
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
-    env = {name: value for name, value in os.environ.items() if name not in FOREIGN_ENV}
-    command = [python, "-m", "pip", "install", *options, "--target", target, source]
-    subprocess.run(command, check=True, timeout=300, env=env)
-    return target
+def plugged_vllm(name, kind=None, *, is_stock=False, **more):
+    """A recipe; `more` goes to PluggedVllm."""
+
+    def make(folder):
+        python = ensure_vllm()
+        plugin = None if is_stock else ensure_plugin(python)
+        return (kind or PluggedVllm)(python, ensure_tiny_model(python), plugin, folder, **more)
+
+    return Recipe(name, make)
 
 
 class PluggedVllm:
-    """One server; a context manager that waits until it serves and stops it at the end."""
+    """One server; env: what of its environment differs, how it makes its processes included."""
 
-    def __init__(self, python, model_dir, plugins, folder, *, events=(), flags=(), env=()):
+    def __init__(self, python, model_dir, plugin, folder, *, events=(), flags=(), env=FORKED):
         http_port, self.events_port, self.replay_port = free_ports(3)
         self._endpoint, self._folder = Endpoint(http_port), folder
         config = {
             "enable_kv_cache_events": True,
-            **(self._stock_events() if plugins is None else self._kvplug_events()),
+            **(self._stock_events() if plugin is None else self._kvplug_events()),
             "topic": f"kv@pod@{MODEL}",
             **dict(events),
         }
@@ -56,7 +53,7 @@ class PluggedVllm:
             *("--max-num-seqs", "16", "--kv-events-config", json.dumps(config), *flags),
         ]
         self.process = ChildProcess(
-            "vllm-serve", command, log_path=folder / "vllm.log", env=self._env(plugins, dict(env))
+            "vllm-serve", command, log_path=folder / "vllm.log", env=self._env(plugin, dict(env))
         )
 
     def _kvplug_events(self):
@@ -70,24 +67,19 @@ class PluggedVllm:
             "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
 
-    def _env(self, plugins, more):
+    def _env(self, plugin, more):
         inherited = {k: v for k, v in os.environ.items() if k not in FOREIGN_ENV}
-        path = os.pathsep.join(str(folder) for folder in (plugins, ORACLE) if folder)
+        path = os.pathsep.join(str(each) for each in (plugin, ORACLE, START_PLUGIN) if each)
         mine = {"PYTHONPATH": path, "ORACLE_SOCKET": str(self._folder / "oracle")}
         return inherited | ENGINE_ENV | mine | more
 
-    def __enter__(self):
+    def start(self):
         self.process.start()
-        try:
-            self.process.wait_until(
-                self._endpoint.is_healthy, "take requests", timeout_s=START_LIMIT_S
-            )
-        except BaseException:
-            self.process.stop()
-            raise
-        return self
 
-    def __exit__(self, *_):
+    def wait_ready(self):
+        self.process.wait_until(self._endpoint.is_healthy, "take requests", timeout_s=START_LIMIT_S)
+
+    def stop(self):
         self.process.stop()
 
     def log(self):

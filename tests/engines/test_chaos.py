@@ -6,19 +6,22 @@ from tests.chaos.engines import SglangEngine, VllmEngine
 from tests.chaos.report import defects, row
 from tests.chaos.rig import Rig
 from tests.chaos.scenarios import scenarios
+from tests.engines.engine_pool import Recipe, uses
 
 NUM_MESSAGES = 60
 FAULTS = ("all of these", "connection cut", "router killed", "engine killed")
 
 
-@pytest.fixture(scope="module", params=[VllmEngine, SglangEngine], ids=lambda kind: kind.name)
-def engine(request, tmp_path_factory):
-    engine = request.param(tmp_path_factory.mktemp("chaos"), buffer_steps=10_000)
-    try:
-        engine.start()
-        yield engine
-    finally:
-        engine.process.stop()
+def with_large_buffer(kind):
+    recipe = Recipe(kind.name, lambda folder: kind(folder, buffer_steps=10_000))
+    return pytest.param(recipe, id=kind.name, marks=uses(recipe))
+
+
+@pytest.fixture(
+    scope="module", params=[with_large_buffer(VllmEngine), with_large_buffer(SglangEngine)]
+)
+def engine(request, engine_pool):
+    return engine_pool.get(request.param)
 
 
 @pytest.mark.parametrize("scenario", scenarios(FAULTS), ids=lambda scenario: scenario.name)

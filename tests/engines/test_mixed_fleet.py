@@ -1,49 +1,37 @@
 """vLLM and SGLang in one fleet behind the standalone router, with block sizes of their own."""
 
-import subprocess
 from contextlib import asynccontextmanager
-from pathlib import Path
+from dataclasses import replace
 
 import aiohttp
-import pytest
 
-from examples.launch.sglang_server import SglangServer, SglangSettings
-from examples.launch.vllm_server import VllmServer, VllmSettings
+from examples.launch.vllm_server import VllmServer
 from kvplug.events import Rank
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.router.config import RouterConfig
 from kvplug.server.bodies import namespace_of
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
+from tests.engines.engine_pool import uses
+from tests.engines.engine_start import sglang_server, vllm_server
 from tests.engines.test_vllm_served import MODEL, cached_tokens, ids
+from tests.engines.tiny_adapter import save_adapter
 from tests.waiting import until
 
 
-@pytest.fixture(scope="module")
-def engines(vllm_python, tiny_model, sglang_python, sglang_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixed")
-    script, adapter = Path(__file__).with_name("tiny_adapter.py"), folder / "adapter"
-    subprocess.run([vllm_python, script, adapter], check=True, timeout=120)
-    vllm = VllmSettings(
-        python=vllm_python,
-        model_dir=tiny_model,
-        block_size=32,
-        extra_flags=("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}"),
-    )
-    sglang = SglangSettings(python=sglang_python, model_dir=sglang_model, block_size=64)
-    servers = [
-        VllmServer("vllm", vllm, log_dir=folder),
-        SglangServer("sglang", sglang, log_dir=folder),
-    ]
-    try:
-        for server in servers:
-            server.start()
-        for server in servers:
-            server.wait_ready()
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
+class VllmWithAdapter(VllmServer):
+    """It has an adapter by the name of `tiny`."""
+
+    def __init__(self, name, settings, *, log_dir):
+        adapter = log_dir / "adapter"
+        save_adapter(adapter)
+        flags = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}")
+        super().__init__(name, replace(settings, extra_flags=flags), log_dir=log_dir)
+
+
+pytestmark = uses(
+    vllm_server("vllm", VllmWithAdapter, block_size=32), sglang_server("sglang", block_size=64)
+)
 
 
 @asynccontextmanager

@@ -8,24 +8,40 @@ import msgspec
 import pytest
 
 from examples.launch.endpoint import LOOPBACK
-from examples.launch.plugin_env import ensure_plugin
 from kvplug import Rank, Router, RouterConfig
 from kvplug.events import Namespace
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
-from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang
+from tests.engines.engine_pool import uses
+from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang, plugged_sglang
 from tests.plugins.stock_client import StockClient, wait_until
 
 
-@pytest.fixture(scope="module")
-def plugin(sglang_python):
-    return ensure_plugin(sglang_python)
+class Obstructed(PluggedSglang):
+    """Somebody has its port for events while it starts."""
+
+    def start(self):
+        port = int(self.server.events_endpoint.rpartition(":")[2])
+        self._obstacle = socket.create_server((LOOPBACK, port))
+        super().start()
+
+    def wait_ready(self):
+        with self._obstacle:
+            super().wait_ready()
 
 
-@pytest.fixture
-def serve(sglang_python, sglang_model, plugin, tmp_path):
-    return lambda **more: PluggedSglang(sglang_python, sglang_model, plugin, tmp_path, **more)
+# One makes its processes as SGLang does; the others fork them, which is soon done.
+PUBLISHING = plugged_sglang("publishing", env={})
+TWO_RANKS = plugged_sglang("two-ranks", dp_size=2)
+OBSTRUCTED = plugged_sglang("obstructed", Obstructed)
+
+
+def kvplug_and_stock(events_format):
+    return [
+        plugged_sglang(name, is_stock=is_stock, events={"format": events_format})
+        for name, is_stock in [("kvplug", False), ("stock", True)]
+    ]
 
 
 @contextmanager
@@ -100,8 +116,9 @@ def blocks_in_index(router, rank=0):
     return {int(name) for name in router.index.engine_hashes_of(Rank("engine", rank))}
 
 
-def test_sglang_publishes_what_it_caches(serve):
-    with serve() as engine, following(engine) as (router, [follower]):
+@uses(PUBLISHING)
+def test_sglang_publishes_what_it_caches(engine):
+    with following(engine) as (router, [follower]):
         workload(engine, random.Random(7))
         settle(engine, [follower])
         assert apart(engine, router) == (0, 0)
@@ -117,8 +134,9 @@ def test_sglang_publishes_what_it_caches(serve):
         check_replay(engine)
 
 
-def test_data_parallel_ranks_have_ports_of_their_own(serve):
-    with serve(dp_size=2) as engine, following(engine, dp_size=2) as (router, followers):
+@uses(TWO_RANKS)
+def test_data_parallel_ranks_have_ports_of_their_own(engine):
+    with following(engine, dp_size=2) as (router, followers):
         workload(engine, random.Random(11), num_rounds=25)
         settle(engine, followers)
         assert [apart(engine, router, rank) for rank in range(2)] == [(0, 0), (0, 0)]
@@ -181,26 +199,28 @@ def check_replay(engine):
     assert batches[0] == [[{"type": "AllBlocksCleared"}], 0]
 
 
-@pytest.mark.parametrize("events_format", ["dynamo", "default"])
-def test_the_events_are_those_of_the_stock_publisher(serve, events_format):
-    streams = [stream_of(serve, is_stock, events_format) for is_stock in (False, True)]
+@pytest.mark.parametrize(
+    "events_format",
+    [pytest.param(each, marks=uses(*kvplug_and_stock(each))) for each in ("dynamo", "default")],
+)
+def test_the_events_are_those_of_the_stock_publisher(engines, events_format):
+    streams = [stream_of(engine) for engine in engines]
     assert streams[0] == streams[1]
     assert len(streams[0]) > 10
 
 
-def stream_of(serve, is_stock, events_format):
+def stream_of(engine):
     """All events of a workload, in order: into which batches they fall is a matter of time."""
-    with serve(is_stock=is_stock, events={"format": events_format}) as engine:
-        rnd = random.Random(9)
-        prefix = tokens(rnd, 256)
-        for salt in (None, "tenant", None, "tenant", None):
-            engine.generate([prefix + tokens(rnd, 60)], max_tokens=8, salt=salt)
-            for _ in range(3):
-                engine.generate([tokens(rnd, 500)])
-        num_batches = drain(engine)
-        wait_until(lambda: len(replayed(engine)) == num_batches, "all is sent")
-        assert {rank for _, rank in replayed(engine)} == {0}
-        return merged(event for events, _ in replayed(engine) for event in events)
+    rnd = random.Random(9)
+    prefix = tokens(rnd, 256)
+    for salt in (None, "tenant", None, "tenant", None):
+        engine.generate([prefix + tokens(rnd, 60)], max_tokens=8, salt=salt)
+        for _ in range(3):
+            engine.generate([tokens(rnd, 500)])
+    num_batches = drain(engine)
+    wait_until(lambda: len(replayed(engine)) == num_batches, "all is sent")
+    assert {rank for _, rank in replayed(engine)} == {0}
+    return merged(event for events, _ in replayed(engine) for event in events)
 
 
 def merged(events):
@@ -216,33 +236,32 @@ def merged(events):
     return flat
 
 
-def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
-    engine = serve()
-    port = int(engine.server.events_endpoint.rpartition(":")[2])
-    with socket.create_server((LOOPBACK, port)):
-        engine.__enter__()
-    try:
-        with following(engine) as (router, followers):  # the engine takes the port once it is free
-            workload(engine, random.Random(10), num_rounds=3)
-            settle(engine, followers)
-            assert apart(engine, router) == (0, 0)
-        log = engine.log()
-    finally:
-        engine.server.stop()
+@uses(OBSTRUCTED)
+def test_what_is_wrong_around_it_is_named_and_the_engine_serves(engine):
+    with following(engine) as (router, followers):  # the engine takes the port once it is free
+        workload(engine, random.Random(10), num_rounds=3)
+        settle(engine, followers)
+        assert apart(engine, router) == (0, 0)
+    log = engine.log()
     assert log.count("kvplug: no stream of KV events at") == 1
     assert log.count("Address already in use") == 1
 
 
+def misconfigured(events, line):
+    return pytest.param(line, marks=uses(plugged_sglang("misconfigured", events=events)))
+
+
 @pytest.mark.parametrize(
-    ("config", "line"),
+    "line",
     [
-        ({"endpoint": "tcp://nowhere"}, "'tcp://nowhere': expected tcp://ADDRESS:PORT"),
-        ({"bind": False}, 'expected "bind" true or left out'),
+        misconfigured(
+            {"endpoint": "tcp://nowhere"}, "'tcp://nowhere': expected tcp://ADDRESS:PORT"
+        ),
+        misconfigured({"bind": False}, 'expected "bind" true or left out'),
     ],
 )
-def test_a_config_that_cannot_work_is_named_and_the_engine_serves(serve, config, line):
-    with serve(events=config) as engine:
-        engine.generate([[10, 11, 12]])
-        log = engine.log()
+def test_a_config_that_cannot_work_is_named_and_the_engine_serves(engine, line):
+    engine.generate([[10, 11, 12]])
+    log = engine.log()
     [named] = [each for each in log.splitlines() if "kvplug: the engine serves without" in each]
     assert line in named

@@ -10,20 +10,20 @@ import json
 import os
 import subprocess
 from collections import Counter
-from contextlib import closing
 from itertools import count
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from kvplug import wire
 from kvplug.events import BlockRemoved, BlockStored
 from kvplug.sim.kv_cache import KvCache
 from kvplug.sim.request import Request
 from kvplug.sim.scheduler import Scheduler, SchedulerConfig
 from kvplug.vllm_hashes import Lora
+from tests.engines.engine_pool import Recipe, uses
 
 ROOT = Path(__file__).parents[2]
 MAX_MODEL_LEN = 48
@@ -32,18 +32,23 @@ NUM_SCHEDULER_EXAMPLES = 300
 
 
 class Driver:
-    """vLLM's side: a process that is started once, and plays what it is sent."""
+    """vLLM's side: a process that plays what it is sent."""
 
-    def __init__(self, python, module, *arguments):
+    def __init__(self, module, *arguments):
+        self._command = [ensure_vllm(), "-m", module, *arguments]
         self.seen = Counter()
+
+    def start(self):
         self._process = subprocess.Popen(
-            [python, "-m", module, *arguments],
+            self._command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def wait_ready(self):
         assert self._read() == "ready"
 
     def play(self, **job):
@@ -53,10 +58,14 @@ class Driver:
         self.seen["examples"] += 1
         return self._read()
 
-    def close(self):
+    def stop(self):
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(timeout=30)
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # it was still starting
+            self._process.kill()
+            self._process.wait()
 
     def _read(self):
         line = self._process.stdout.readline()
@@ -64,16 +73,11 @@ class Driver:
         return json.loads(line)
 
 
-@pytest.fixture(scope="module")
-def vllm_pool(vllm_python):
-    with closing(Driver(vllm_python, "tests.engines.vllm_pool_driver")) as driver:
-        yield driver
-
-
-@pytest.fixture(scope="module")
-def vllm_scheduler(vllm_python, tiny_model):
-    with closing(Driver(vllm_python, "tests.engines.vllm_scheduler_driver", tiny_model)) as driver:
-        yield driver
+POOL = Recipe("pool", lambda _: Driver("tests.engines.vllm_pool_driver"))
+SCHEDULER = Recipe(
+    "scheduler",
+    lambda _: Driver("tests.engines.vllm_scheduler_driver", ensure_tiny_model(ensure_vllm())),
+)
 
 
 class SimulatedPool:
@@ -251,9 +255,10 @@ def count_operation(seen, operation, result, state):
     seen["shared blocks"] += max(state["references"]) > 1
 
 
-def test_the_simulated_cache_does_what_vllm_does(vllm_pool):
-    compare_pools(vllm_pool)
-    seen = vllm_pool.seen  # and the workloads had everything in them
+@uses(POOL)
+def test_the_simulated_cache_does_what_vllm_does(engine):
+    compare_pools(engine)
+    seen = engine.seen  # and the workloads had everything in them
     assert seen["examples"] >= NUM_POOL_EXAMPLES
     for what in ("stored", "removed", "cleared", "hits", "refused", "shared blocks"):
         assert seen[what] > 100, seen
@@ -319,9 +324,10 @@ def count_step(seen, step):
     seen["batches"] += len(step["chunks"]) > 1
 
 
-def test_the_simulated_scheduler_does_what_vllm_does(vllm_scheduler):
-    compare_schedulers(vllm_scheduler)
-    seen = vllm_scheduler.seen
+@uses(SCHEDULER)
+def test_the_simulated_scheduler_does_what_vllm_does(engine):
+    compare_schedulers(engine)
+    seen = engine.seen
     assert seen["examples"] >= NUM_SCHEDULER_EXAMPLES
     for what in ("stored", "removed", "preemptions", "waiting", "batches"):
         assert seen[what] > 50, seen

@@ -7,13 +7,14 @@ import json
 from contextlib import asynccontextmanager
 
 import aiohttp
-import pytest
 
-from examples.launch.vllm_server import VllmServer, VllmSettings
+from examples.launch.vllm_server import VllmServer
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
+from tests.engines.engine_pool import uses
+from tests.engines.engine_start import vllm_server
 from tests.engines.test_vllm_served import complete, ids
 from tests.server.diagnosis.conftest import save_word_tokenizer
 from tests.server.diagnosis.test_doctor import doctor_process
@@ -40,21 +41,7 @@ class WithoutReplay(VllmServer):
         return json.dumps(json.loads(super()._events_config()) | {"replay_endpoint": None})
 
 
-@pytest.fixture(scope="module")
-def engines(vllm_python, tiny_model, tmp_path_factory):
-    log_dir = tmp_path_factory.mktemp("misconfigured")
-    settings = VllmSettings(python=vllm_python, model_dir=tiny_model)
-    kinds = {"silent": Silent, "no-replay": WithoutReplay}
-    engines = [kind(name, settings, log_dir=log_dir) for name, kind in kinds.items()]
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_ready()
-        yield engines
-    finally:
-        for engine in engines:
-            engine.stop()
+pytestmark = uses(vllm_server("silent", Silent), vllm_server("no-replay", WithoutReplay))
 
 
 @asynccontextmanager

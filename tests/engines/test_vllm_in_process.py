@@ -2,33 +2,44 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from examples.launch.ports import free_ports
+from tests.engines.engine_pool import Recipe, uses
+from tests.engines.program import Program
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["zmq", "kvplug"])
-def result(request, vllm_python, tiny_model, tmp_path_factory):
-    """Run the workload once, in vLLM's interpreter, with that environment's numba."""
-    cache = tmp_path_factory.mktemp("numba-cache")
-    run = subprocess.run(
-        [
-            *(vllm_python, "-m", "tests.engines.vllm_in_process"),
-            *(tiny_model, str(free_ports(1)[0]), request.param),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+class WorkloadInVllm(Program):
+    """One run of the workload, in vLLM's interpreter, with that environment's numba."""
+
+    def __init__(self, publisher, folder):
+        python, self._result = ensure_vllm(), folder / "result.json"
+        [port] = free_ports(1)
+        arguments = (ensure_tiny_model(python), port, publisher, self._result)
+        super().__init__(
+            publisher,
+            (python, "-m", "tests.engines.vllm_in_process", *arguments),
+            folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder / "numba")},
+        )
+
+    def result(self):
+        return json.loads(self._result.read_text())
+
+
+def published_by(publisher):
+    recipe = Recipe(publisher, lambda folder: WorkloadInVllm(publisher, folder))
+    return pytest.param(recipe, id=publisher, marks=uses(recipe))
+
+
+@pytest.fixture(scope="module", params=[published_by("zmq"), published_by("kvplug")])
+def result(request, engine_pool):
+    return engine_pool.get(request.param).result()
 
 
 def test_the_index_has_what_the_engine_has(result):

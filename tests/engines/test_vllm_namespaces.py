@@ -1,14 +1,33 @@
 """What keeps equal tokens apart, on real vLLM: salt, LoRA, model, hash seed."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 
-from kvplug import Rank, Router, RouterConfig
+from kvplug import Router, RouterConfig
 from kvplug.ingest.event_thread import EventThread
-from tests.engines.line_engine import Followed, LineEngine
+from tests.engines.engine_pool import uses
+from tests.engines.line_engine import Followed, line_engine
 
 BLOCK_SIZE = 32
+
+# It prefills at most two blocks in a step, and has a LoRA adapter.
+CHUNKING = line_engine(
+    "chunking", has_adapter=True, block_size=BLOCK_SIZE, max_num_batched_tokens=2 * BLOCK_SIZE
+)
+SEED_1 = line_engine("seed-1", hash_seed="1", block_size=BLOCK_SIZE)
+FOUR_LAYERS = {
+    block_size: line_engine(
+        f"four-layers-{block_size}",
+        block_size=block_size,
+        load_format="dummy",
+        hf_overrides={"num_hidden_layers": 4},
+    )
+    for block_size in (32, 64)
+}
+
+pytestmark = uses(CHUNKING)
 
 
 @pytest.fixture(scope="module")
@@ -20,27 +39,13 @@ def listener():
 
 
 @pytest.fixture(scope="module")
-def chunking(vllm_python, tiny_model, tmp_path_factory):
-    """It prefills at most two blocks in a step, and has a LoRA adapter."""
-    with LineEngine(
-        "chunking",
-        vllm_python,
-        tiny_model,
-        lora=tmp_path_factory.mktemp("lora") / "adapter",
-        block_size=BLOCK_SIZE,
-        max_num_batched_tokens=2 * BLOCK_SIZE,
-    ) as engine:
-        engine.wait_ready()
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def router():
     return Router(RouterConfig(speculative_ttl_s=0.0))  # what events say, and nothing else
 
 
 @pytest.fixture(scope="module")
-def followed(chunking, router, listener):
+def followed(engine_pool, router, listener):
+    chunking = engine_pool.get(CHUNKING)
     router.add_worker(chunking.name, model="tiny-llama")
     return Followed(chunking, router, listener)
 
@@ -88,52 +93,50 @@ def test_random_namespaces_with_evictions_are_predicted_exactly(followed):
     assert len(followed.router.index_of(followed.rank).hash_spaces) == 1
 
 
-def test_another_hash_seed_is_a_hash_space_of_its_own(followed, vllm_python, tiny_model, listener):
-    check_second_engine(
-        followed,
-        listener,
-        LineEngine("seed-1", vllm_python, tiny_model, hash_seed="1", block_size=BLOCK_SIZE),
-        model="tiny-llama",
-    )
-    assert len(followed.router.index_of(followed.rank).hash_spaces) == 2
+@uses(SEED_1)
+def test_another_hash_seed_is_a_hash_space_of_its_own(followed, engine_pool, listener):
+    with beside(followed, listener, engine_pool.get(SEED_1), model="tiny-llama") as second:
+        check_both(followed, second)
+        assert len(followed.router.index_of(followed.rank).hash_spaces) == 2
 
 
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(
+    "block_size", [pytest.param(size, marks=uses(recipe)) for size, recipe in FOUR_LAYERS.items()]
+)
 def test_another_model_is_kept_apart_whatever_its_block_size(
-    followed, vllm_python, tiny_model, listener, block_size
+    followed, engine_pool, listener, block_size
 ):
-    other = LineEngine(
-        f"four-layers-{block_size}",
-        vllm_python,
-        tiny_model,
-        block_size=block_size,
-        load_format="dummy",
-        hf_overrides={"num_hidden_layers": 4},
-    )
-    num_same = check_second_engine(followed, listener, other, model="four-layers")
-    # The model is not in vLLM's hashes: equal blocks of two models have the same names.
-    assert (num_same > 0) == (block_size == BLOCK_SIZE)
-    assert followed.router.index_of(Rank(other.name)).block_size == block_size
-    assert followed.router.index_of(Rank(other.name)) is not followed.router.index_of(followed.rank)
+    engine = engine_pool.get(FOUR_LAYERS[block_size])
+    with beside(followed, listener, engine, model="four-layers") as second:
+        check_both(followed, second)
+        # The model is not in vLLM's hashes: equal blocks of two models have the same names.
+        num_same = len(followed.engine.blocks & engine.blocks)
+        assert (num_same > 0) == (block_size == BLOCK_SIZE)
+        index = followed.router.index_of(second.rank)
+        assert index.block_size == block_size
+        assert index is not followed.router.index_of(followed.rank)
 
 
-def check_second_engine(followed, listener, engine, *, model):
-    """The same prompts on both, in part: each is predicted for itself.
+@contextmanager
+def beside(followed, listener, engine, *, model):
+    """A second engine as a worker of the same router; gone afterwards, as other tests share it."""
+    followed.router.add_worker(engine.name, model=model)
+    second = Followed(engine, followed.router, listener)
+    try:
+        yield second
+    finally:
+        listener.unfollow(second.follower)
+        followed.router.remove_worker(engine.name)
 
-    Returns how many blocks have the same name on both.
-    """
-    with engine:
-        engine.wait_ready()
-        router = followed.router
-        router.add_worker(engine.name, model=model)
-        second = Followed(engine, router, listener)
-        prompt = tokens(model + engine.name, 5 * BLOCK_SIZE)
-        followed.engine.ask(prompt[: 2 * BLOCK_SIZE + 1]), engine.ask(prompt)
-        for part in (prompt, [*prompt, 9], prompt[:40], tokens(5, 70)):
-            for salt in ("", "tenant"):
-                followed.check_prediction(part, salt=salt)
-                second.check_prediction(part, salt=salt)
-        assert second.check_prediction([*prompt, 9, 9]) >= 4 * BLOCK_SIZE
-        assert (followed.apart(), second.apart()) == ((0, 0), (0, 0))
-        assert (dict(followed.follower.skipped), dict(second.follower.skipped)) == ({}, {})
-        return len(followed.engine.blocks & engine.blocks)
+
+def check_both(followed, second):
+    """The same prompts on both, in part: each is predicted for itself."""
+    prompt = tokens(second.engine.name, 5 * BLOCK_SIZE)
+    followed.engine.ask(prompt[: 2 * BLOCK_SIZE + 1]), second.engine.ask(prompt)
+    for part in (prompt, [*prompt, 9], prompt[:40], tokens(5, 70)):
+        for salt in ("", "tenant"):
+            followed.check_prediction(part, salt=salt)
+            second.check_prediction(part, salt=salt)
+    assert second.check_prediction([*prompt, 9, 9]) >= 4 * BLOCK_SIZE
+    assert (followed.apart(), second.apart()) == ((0, 0), (0, 0))
+    assert (dict(followed.follower.skipped), dict(second.follower.skipped)) == ({}, {})

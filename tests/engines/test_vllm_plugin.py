@@ -2,24 +2,61 @@
 
 import random
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from examples.launch.engine_env import ensure_vllm
+from examples.launch.plugin_env import ensure_plugin
+from tests.engines.engine_pool import Recipe, uses
 from tests.engines.following import following
-from tests.engines.plugged_vllm import LOOPBACK, PluggedVllm, install_kvplug
+from tests.engines.plugged_vllm import LOOPBACK, PluggedVllm, plugged_vllm
+from tests.engines.program import Program
 from tests.plugins.stock_client import StockClient, wait_until
 
 
-@pytest.fixture(scope="module")
-def plugins(vllm_python, tmp_path_factory):
-    return install_kvplug(vllm_python, tmp_path_factory.mktemp("kvplug"))
+class Obstructed(PluggedVllm):
+    """Somebody has its port for events while it starts."""
+
+    def start(self):
+        self._obstacle = socket.create_server((LOOPBACK, self.events_port))
+        super().start()
+
+    def wait_ready(self):
+        with self._obstacle:
+            super().wait_ready()
 
 
-@pytest.fixture
-def serve(vllm_python, tiny_model, plugins, tmp_path):
-    return lambda **more: PluggedVllm(vllm_python, tiny_model, plugins, tmp_path, **more)
+class Refused(PluggedVllm):
+    """It gives up while it starts."""
+
+    def wait_ready(self):
+        wait_until(lambda: self.process.exit_status is not None, "it gives up", timeout_s=120)
+
+
+REPLAYING = {"replay_endpoint": "tcp://127.0.0.1:0"}
+FORKED, SPAWNED = (
+    plugged_vllm(method, env={"ENGINE_START_METHOD": method}, events=REPLAYING)
+    for method in ("fork", "spawn")
+)
+TWO_RANKS = plugged_vllm("two-ranks", flags=("--data-parallel-size", "2"))
+OBSTRUCTED = plugged_vllm(
+    "obstructed",
+    Obstructed,
+    env={"KVPLUG_LOG_LEVEL": "loud", "NUMBA_CACHE_DIR": "/proc/not/writable"},
+)
+NOWHERE = plugged_vllm("nowhere", events={"endpoint": "tcp://nowhere"})
+MISSPELT = plugged_vllm("misspelt", Refused, events={"publisher": "kvplgu"})
+
+
+def register_in_a_library(folder):
+    python = ensure_vllm()
+    command = (python, Path(__file__).with_name("vllm_register.py"))
+    env = {"PYTHONPATH": str(ensure_plugin(python)), "PATH": "/usr/bin:/bin"}
+    return Program("register", command, folder, env={**env, "VLLM_LOGGING_LEVEL": "ERROR"})
+
+
+REGISTERING = Recipe("register", register_in_a_library)
 
 
 def workload(engine, rnd, *, num_rounds=30):
@@ -42,11 +79,12 @@ def apart(engine, follows, rank=0):
     return len(in_engine - in_index), len(in_index - in_engine)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_vllm_serve_publishes_what_it_caches(serve, start_method):
-    replay = "tcp://127.0.0.1:0"
-    env = {"ORACLE_START_METHOD": start_method}
-    with serve(env=env, events={"replay_endpoint": replay}) as engine, following(engine) as follows:
+@pytest.mark.parametrize(
+    "start_method",
+    [pytest.param("fork", marks=uses(FORKED)), pytest.param("spawn", marks=uses(SPAWNED))],
+)
+def test_vllm_serve_publishes_what_it_caches(engine, start_method):
+    with following(engine) as follows:
         workload(engine, random.Random(7))
         follows.settle(engine)
         oracle, [follower] = engine.ask_oracle(), follows.followers
@@ -74,9 +112,9 @@ def num_replayed(endpoint):
         client.close()
 
 
-def test_data_parallel_ranks_have_ports_of_their_own(serve):
-    flags = ("--data-parallel-size", "2")
-    with serve(flags=flags) as engine, following(engine, dp_size=2) as follows:
+@uses(TWO_RANKS)
+def test_data_parallel_ranks_have_ports_of_their_own(engine):
+    with following(engine, dp_size=2) as follows:
         workload(engine, random.Random(8))
         for _ in range(2):  # one for each rank: they are given out in turn
             engine.complete([[10, 11, 12]] * 4)
@@ -91,19 +129,13 @@ def test_data_parallel_ranks_have_ports_of_their_own(serve):
         }
 
 
-def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
-    env = {"KVPLUG_LOG_LEVEL": "loud", "NUMBA_CACHE_DIR": "/proc/not/writable"}
-    engine = serve(env=env)
-    with socket.create_server((LOOPBACK, engine.events_port)):
-        engine.__enter__()
-    try:
-        with following(engine) as follows:  # the port is free again, and the engine takes it
-            workload(engine, random.Random(9), num_rounds=3)
-            follows.settle(engine)
-            assert apart(engine, follows) == (0, 0)
-        log = engine.log()
-    finally:
-        engine.process.stop()
+@uses(OBSTRUCTED)
+def test_what_is_wrong_around_it_is_named_and_the_engine_serves(engine):
+    with following(engine) as follows:  # the port is free again, and the engine takes it
+        workload(engine, random.Random(9), num_rounds=3)
+        follows.settle(engine)
+        assert apart(engine, follows) == (0, 0)
+    log = engine.log()
     assert log.count("kvplug: KVPLUG_LOG_LEVEL is ignored: expected one of debug, info") == 1
     assert log.count("kvplug: no stream of KV events at") == 1
     assert log.count("Address already in use") == 1
@@ -111,32 +143,22 @@ def test_what_is_wrong_around_it_is_named_and_the_engine_serves(serve):
     assert "umba" not in log
 
 
-def test_an_unusable_endpoint_is_named_and_the_engine_serves_without_events(serve):
-    with serve(events={"endpoint": "tcp://nowhere"}) as engine:
-        engine.complete([10, 11, 12])
-        assert engine.ask_oracle()["publisher"] == "NullEventPublisher"
-        log = engine.log()
-    [line] = [line for line in log.splitlines() if "kvplug: the engine serves without" in line]
+@uses(NOWHERE)
+def test_an_unusable_endpoint_is_named_and_the_engine_serves_without_events(engine):
+    engine.complete([10, 11, 12])
+    assert engine.ask_oracle()["publisher"] == "NullEventPublisher"
+    [line] = [
+        line for line in engine.log().splitlines() if "kvplug: the engine serves without" in line
+    ]
     assert "'tcp://nowhere': expected tcp://ADDRESS:PORT" in line
 
 
-def test_a_misspelt_publisher_is_rejected_by_vllm_itself(serve):
-    engine = serve(events={"publisher": "kvplgu"})
-    engine.process.start()
-    wait_until(lambda: engine.process.exit_status is not None, "it gives up", timeout_s=120)
-    engine.process.kill()
+@uses(MISSPELT)
+def test_a_misspelt_publisher_is_rejected_by_vllm_itself(engine):
     assert "Input should be 'null', 'zmq' or 'kvplug'" in engine.log()
 
 
-def test_register_in_a_library(vllm_python, plugins):
+@uses(REGISTERING)
+def test_register_in_a_library(engine):
     """The order of calls that the documentation gives, with vLLM's real classes."""
-    program = Path(__file__).with_name("vllm_register.py")
-    run = subprocess.run(
-        [vllm_python, program],
-        env={"PYTHONPATH": str(plugins), "PATH": "/usr/bin:/bin", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (run.returncode, run.stdout.splitlines()[-1:]) == (0, ["done"]), run.stderr[-3000:]
+    assert engine.output().splitlines()[-1:] == ["done"]

@@ -2,9 +2,9 @@
 or from kvplug's) over a real socket into an index, and at the end the index against the engine's
 own block pool.
 
-usage: python -m tests.engines.vllm_in_process MODEL_DIR EVENTS_PORT {zmq,kvplug}
+usage: python -m tests.engines.vllm_in_process MODEL_DIR EVENTS_PORT {zmq,kvplug} RESULT
 
-Prints one JSON object; everything else goes to stderr.
+Writes one JSON object to the file RESULT.
 """
 
 import json
@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -31,7 +32,8 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from kvplug.engines.vllm import register
 
-BLOCK_SIZE, NUM_BLOCKS, SETTLE_LIMIT_S = 32, 64, 120.0
+BLOCK_SIZE, NUM_BLOCKS = 32, 64
+SETTLE_LIMIT_S = 300.0  # the first batch waits until Numba has compiled, on whatever core is left
 
 
 class Following:
@@ -166,7 +168,7 @@ def predictions(engine, following, rnd):
     return pairs
 
 
-def main(model_dir, port, publisher):
+def main(model_dir, port, publisher, result_path):
     rnd = random.Random(7)
     engine = Engine(model_dir, port, publisher)
     following = Following(port)
@@ -191,8 +193,8 @@ def main(model_dir, port, publisher):
         "skipped": dict(follower.skipped),
         "predictions": pairs,
     }
-    sys.stdout.write(json.dumps(result))
+    Path(result_path).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])

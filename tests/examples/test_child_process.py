@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -126,7 +127,22 @@ def test_run_raises_unless_all_went_well(family, tmp_path):
         ChildProcess("gone", ["/no/such/command"], log_path=tmp_path / "log").run(timeout_s=20)
 
 
+@pytest.mark.parametrize("end", [ChildProcess.kill, ChildProcess.stop])
+def test_temporary_files_of_a_command_go_with_it(tmp_path, end):
+    littering = (
+        "import signal, tempfile\n"
+        "print(tempfile.mkstemp()[1])\nprint('ready', flush=True)\nsignal.pause()"
+    )
+    process = ChildProcess("litter", [sys.executable, "-c", littering], log_path=tmp_path / "log")
+    file = Path(started(process).log_tail().splitlines()[0])
+    assert file.exists()
+    end(process)
+    assert not file.parent.exists()
+
+
 def test_children_do_not_outlive_a_killed_parent(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     log_path = tmp_path / "family.log"
     parent = f"""
         import signal
@@ -140,9 +156,11 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path):
         signal.pause()
     """
     command = [sys.executable, "-c", textwrap.dedent(parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         member = int(process.stdout.readline())
         group_id = os.getpgid(member)
         assert len(group_members(group_id)) == 3
         process.kill()
         assert poll_until(lambda: group_members(group_id) == [], timeout_s=20)
+    assert list(scratch.iterdir()) == []

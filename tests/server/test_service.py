@@ -3,14 +3,17 @@
 import asyncio
 import json
 import socket
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from examples.launch.tiny_tokenizer import save_tokenizer
 from kvplug import BlockStored, EventBatch, Namespace, Rank
 from kvplug.errors import TransportError
+from kvplug.ingest.follower import Follower
 from kvplug.kernels import costing
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
@@ -442,6 +445,47 @@ async def test_a_worker_that_lists_no_models_is_down_with_the_reason():
         [worker] = (await response.json())["workers"]
     assert worker["state"] == "down"
     assert "Expected `str`" in worker["reason"]
+
+
+async def test_an_answer_that_is_nested_too_deeply_does_not_end_the_looks_at_a_worker():
+    engine = Engine()
+    list_soundly = engine.list_models
+
+    async def list_models(request):
+        if engine.behaviour == "ok":
+            return await list_soundly(request)
+        return web.Response(body=b'{"data": [], "more": ' + b"[" * 100_000)
+
+    engine.list_models = list_models
+    async with routing(engine) as (service, _):
+        [worker] = service.fleet.workers.values()
+        engine.behaviour = "nested"
+        await until(lambda: not worker.is_up, "two looks have failed")
+        engine.behaviour = "ok"
+        await until(lambda: worker.is_up, "it is looked at again")
+
+
+class Growing(Counter):
+    """Another thread adds to it while it is gone through."""
+
+    def items(self):
+        for item in super().items():
+            self[f"more than {len(self)}"] = None
+            yield item
+
+    def copy(self):
+        return Counter(dict(self))
+
+
+async def test_what_other_threads_add_does_not_disturb_a_scrape():
+    async with routing(Engine()) as (service, client):
+        [worker] = service.fleet.workers.values()
+        worker.follower = Follower(service.router, Rank(worker.url))
+        worker.follower._skips.by_reason = Growing(duplicate=1)
+        service.diagnosis._prompts._tokenizers = Growing(m=None)
+        async with client.get("/metrics") as response:
+            assert response.status == 200
+            assert 'reason="duplicate"' in await response.text()
 
 
 async def test_requests_in_flight_may_end_when_the_router_stops():

@@ -28,21 +28,6 @@ def register():
         Oracle(self).start()
 
     Scheduler.__init__ = init_with_oracle
-    if method := os.environ.get("ORACLE_START_METHOD"):
-        _start_engine_cores_by(method)
-
-
-def _start_engine_cores_by(method):
-    """vLLM for the CPU always spawns them; for other devices, fork is the default."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config
-
-    def check_and_update_config(vllm_config):
-        original(vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
-
-    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 class Oracle:
