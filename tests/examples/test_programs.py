@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvplug.sim.publisher import EventPublisher
 
 from examples import custom_constraint, in_process
 from kvplug import AllBlocksCleared, BlockStored, EventBatch, codec
