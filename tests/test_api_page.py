@@ -9,6 +9,7 @@ from kvplug.index.overlap import Overlap
 
 import kvplug
 from kvplug import BlockIndex, Namespace, Rank, Router, Tier, errors
+from kvplug.index.prefix_query import Overlap
 from kvplug.ingest.event_thread import EventThread
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()

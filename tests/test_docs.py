@@ -18,7 +18,7 @@ from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import doctor
 from kvplug.setting import settings_of
-from kvplug.sim import cli as engine_cli
+from kvplug.sim import engine_config as engine_cli
 from kvplug.sim.replay import cli as replay_cli
 from kvplug.topics import Topic
 from kvplug.wire import TIERS

@@ -136,8 +136,8 @@ class RouterConfig:
     )
     request_expiry_s: float = setting(
         600.0,
-        "a request that is never finished stops counting as load after this time; set it above "
-        "the duration of your longest answer",
+        "a request that is neither finished nor renewed stops counting as load after this time. "
+        "The standalone router does both",
         limits=FINITE_ABOVE_0,
         flag="--request-expiry-s",
     )

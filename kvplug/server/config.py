@@ -107,7 +107,8 @@ class ServerConfig:
     tokenizer: Path | None = setting(
         None,
         "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template. By default"
-        " the folder that the engine names for its model, if it is on this machine",
+        " what the engine names for its model: a folder, or a model in this machine's Hugging "
+        "Face cache",
         flag="--tokenizer FOLDER",
         default_text="the model's folder",
     )

@@ -20,7 +20,6 @@ import msgspec
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
 from examples.launch.engine_server import MODEL_NAME
-from kvplug.server.tokenizer import PromptTokenizer
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
 from kvplug.sim.tokenizer import FolderTokenizer
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer

@@ -1,14 +1,16 @@
 """The example programs, run as they are."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kvplug.sim.publisher import EventPublisher
 
 from examples import custom_constraint, in_process
-from kvplug import AllBlocksCleared, BlockStored, EventBatch
+from kvplug import AllBlocksCleared, BlockStored, EventBatch, codec
+from kvplug.engines.publisher import Publisher
+from kvplug.engines.settings import PublisherConfig
 from kvplug.errors import NoWorkerError
 
 ROOT = Path(__file__).parents[2]
@@ -46,15 +48,16 @@ def test_a_tenant_at_its_limit_everywhere_is_refused_until_a_request_ends():
 @pytest.fixture
 def engines():
     """The event streams of two engines; the second has cached the prompt."""
-    any_port = "tcp://127.0.0.1:*"
-    with (
-        EventPublisher(any_port, replay_endpoint=any_port) as a,
-        EventPublisher(any_port, replay_endpoint=any_port) as b,
-    ):
-        a.publish(EventBatch(events=(AllBlocksCleared(),)))
-        stored = BlockStored(block_hashes=(1, 2, 3, 4), token_ids=tuple(PROMPT), block_size=16)
-        b.publish(EventBatch(events=(stored,)))
-        yield {"a": a, "b": b}
+    any_port = "tcp://127.0.0.1:0"
+    config = PublisherConfig(endpoint=any_port, replay_endpoint=any_port)
+    logger = logging.getLogger(__name__)
+    a, b = [Publisher(config, 0, codec.encode, logger, must_bind=True) for _ in range(2)]
+    a.publish(EventBatch(events=(AllBlocksCleared(),)))
+    stored = BlockStored(block_hashes=(1, 2, 3, 4), token_ids=tuple(PROMPT), block_size=16)
+    b.publish(EventBatch(events=(stored,)))
+    yield {"a": a, "b": b}
+    a.shutdown()
+    b.shutdown()
 
 
 def test_a_gateway_follows_engines(engines):
