@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from kvplug.index.overlap import Overlap
 
 import kvplug
 from kvplug import BlockIndex, Namespace, Rank, Router, Tier, errors
