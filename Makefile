@@ -51,11 +51,12 @@ format: $(READY)  ## rewrite the code in the project's format
 
 .PHONY: test-fast
 test-fast: EXAMPLES ?= 25
-test-fast: $(READY)  ## everything that needs no engine; EXAMPLES of each property (`make test` tries 60)
-	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m 'not engine' --durations 10
+test-fast: TESTS ?= not engine and not slow
+test-fast: $(READY)  ## what needs no engine and is not slow; EXAMPLES of each property (`make test`: the slow, too, and 60)
+	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m '$(TESTS)' --durations 10
 
 .PHONY: test-kernels
-test-kernels: $(READY)  ## the kernels compiled, without JIT, with bounds checks, on numba 0.65.0 and the newest
+test-kernels: $(READY)  ## the kernels compiled on numba 0.65.0 and the newest, without JIT, with bounds checks
 	$(BIN)/python -m tests.kernels.matrix
 
 .PHONY: test-engines
@@ -100,8 +101,8 @@ soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, fla
 .PHONY: test
 test: $(READY)  ## everything, real engines included
 	@echo 'make test 1/3: everything that needs no engine'
-	@$(MAKE) --no-print-directory test-fast EXAMPLES=60
-	@echo 'make test 2/3: the kernels compiled, without JIT, with bounds checks, on two versions of numba'
+	@$(MAKE) --no-print-directory test-fast EXAMPLES=60 TESTS='not engine'
+	@echo 'make test 2/3: the kernels compiled on two versions of numba, without JIT, with bounds checks'
 	@$(MAKE) --no-print-directory test-kernels
 	@echo 'make test 3/3: real vLLM and SGLang, and the demo (the first run installs the engines, 6.1 GB)'
 	@$(MAKE) --no-print-directory test-engines

@@ -23,6 +23,6 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """What is imported stays: to look through it in every collection costs a fifth of the time."""
+    """What is imported stays: to look through it in every collection costs seconds."""
     gc.collect()
     gc.freeze()

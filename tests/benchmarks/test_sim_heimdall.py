@@ -49,6 +49,7 @@ class TestCalibration:
         assert error_of(percentiles_s) > 100
         assert steps == 6
 
+    @pytest.mark.slow
     def test_rates_come_from_replays_under_random_routing_alone(self, monkeypatch):
         jobs = []
 
@@ -82,6 +83,7 @@ class TestWorkload:
         assert with_pauses[1150].arrival_s - with_pauses[1149].arrival_s > 3600
         assert without[1150].arrival_s - without[1149].arrival_s < 60
 
+    @pytest.mark.slow
     def test_a_slow_fleet_does_not_answer_in_time(self):
         slow, fast = (
             run(Job(setting=SMALL.with_rate(rate), policy="least_loaded", seed=1))

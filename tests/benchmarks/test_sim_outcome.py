@@ -17,6 +17,7 @@ def workloads(tmp_path):
     return {workload.name: workload for workload in all_workloads(tmp_path)[0]}
 
 
+@pytest.mark.slow
 def test_a_turn_begins_with_the_blocks_of_the_last_and_of_its_answer(workloads, tmp_path):
     asks = workloads["conversations"].make(1)
     requests = Asks("conversations", tmp_path).make(1).requests

@@ -10,6 +10,8 @@ from tests.chaos.report import defects, row
 from tests.chaos.rig import Rig
 from tests.chaos.scenarios import scenarios
 
+pytestmark = pytest.mark.slow
+
 NUM_MESSAGES = 60
 FAULTS = (
     "all of these",

@@ -10,19 +10,33 @@ import pytest
 
 from examples.demo.__main__ import main
 from examples.launch.child_process import group_members
+from tests.plugins.stock_client import wait_until
 
 ROOT = Path(__file__).parents[2]
 
-# The real command with a stand-in for the comparison: a child that stays, then what MODE says.
+# The real command with a stand-in for the comparison: a child that stays, then what MODE says. Each
+# line of its input, a mode and a folder, is a demo in a process of its own that has imported all
+# already; the pid and the exit code are lines of its output.
 STAND_IN = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, tempfile
 from examples.demo import __main__, comparison
 from examples.launch.child_process import ChildProcess
 from examples.demo.client import Completed, Failed
 from examples.launch.errors import LaunchError
 from examples.demo.report import PolicyResult
 
-MODE = sys.argv[1]
+while line := sys.stdin.readline():
+    if (pid := os.fork()) == 0:
+        break
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+MODE, folder = line.split()
+os.chdir(folder)  # where the plot goes
+tempfile.tempdir = folder
+for number, name in (1, "stdout"), (2, "stderr"):
+    os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
 
 def stand_in(kind, num_requests, *, log_dir, console, cleanup):
     child = ChildProcess("child", ["sleep", "600"], log_path=log_dir / "child.log")
@@ -53,39 +67,55 @@ sys.exit(__main__.main(["--requests", "1"]))
 class Demo:
     """The stand-in, running."""
 
-    def __init__(self, mode, tmp_path):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", STAND_IN, mode],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,  # where the plot goes
-            env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        )
+    def __init__(self, stand_in, mode, folder):
+        self._stand_in, self._folder, self._has_ended = stand_in, folder, False
+        stand_in.stdin.write(f"{mode} {folder}\n")
+        stand_in.stdin.flush()
+        self.pid = int(stand_in.stdout.readline())
 
     def wait_started(self):
-        group_id, log_dir = self.process.stdout.readline().split()
+        wait_until(lambda: self._said("stdout").endswith("\n"), "it has started")
+        group_id, log_dir = self._said("stdout").splitlines()[0].split()
         self.group_id, self.log_dir = int(group_id), Path(log_dir)
+
+    def _said(self, name):
+        path = self._folder / name
+        return path.read_text() if path.exists() else ""
 
     def end(self):
         """The exit code and what was said on standard error."""
-        _, said = self.process.communicate(timeout=30)
-        return self.process.returncode, said
+        code = int(self._stand_in.stdout.readline())
+        self._has_ended = True
+        return code, self._said("stderr")
+
+    def kill(self):
+        if not self._has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+            self.end()
+
+
+@pytest.fixture(scope="module")
+def stand_in():
+    """To import the command takes longer than all that it does here: one process for all demos."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", STAND_IN], **pipes, env=environment) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture
-def run_demo(tmp_path):
+def run_demo(stand_in, tmp_path):
     demos = []
 
     def run(mode):
-        demos.append(Demo(mode, tmp_path))
+        demos.append(Demo(stand_in, mode, tmp_path))
         demos[-1].wait_started()
         return demos[-1]
 
     yield run
     for demo in demos:
-        demo.process.kill()
-        demo.process.communicate()
+        demo.kill()
 
 
 @pytest.mark.parametrize("mode", ["block", "asyncio"])
@@ -93,7 +123,7 @@ def run_demo(tmp_path):
 def test_a_signal_stops_everything(run_demo, mode, signum, code):
     demo = run_demo(mode)
     assert group_members(demo.group_id)
-    demo.process.send_signal(signum)
+    os.kill(demo.pid, signum)
     assert demo.end() == (code, f"stopped by {signum.name}\n")
     assert group_members(demo.group_id) == []
     assert not demo.log_dir.exists()

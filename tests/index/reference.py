@@ -19,7 +19,6 @@ SCOPES = [
 ]
 
 
-@lru_cache(maxsize=10_000)
 def engine_hash(algorithm, content):
     """What an engine calls a block: by content, and different with each algorithm or seed."""
     return xxhash.xxh3_64_intdigest(repr((algorithm, content)).encode())
@@ -36,7 +35,7 @@ def depth_of(has):
     return [*map(bool, has), False].index(False)
 
 
-class TwinIndex:
+class ReferenceIndex:
     """A content is (namespace, all tokens of the prefix); copies[rank, tier][content] = count.
 
     cxl[rank][content] = CxlMetadata; labels[rank][content] = MoeLabel. A rank has a copy in a pool

@@ -17,7 +17,7 @@ from kvplug.events import (
 )
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.apply_result import RejectReason
-from tests.index.compared_index import AppliesRecords, TwinnedIndexMachine
+from tests.index.compared_index import AppliesRecords, ComparedIndexMachine
 
 BLOCK_SIZE = 2
 # Two ranks of one worker; c hashes otherwise than the rest, as another engine kind would.
@@ -38,7 +38,7 @@ places = st.builds(
 block_lists = st.lists(st.sampled_from([(1, 1), (1, 2), (2, 1)]), min_size=1, max_size=6)
 
 
-class IndexMachine(TwinnedIndexMachine):
+class IndexMachine(ComparedIndexMachine):
     @initialize()
     def start(self):
         self.begin(BLOCK_SIZE, RANKS, ALGORITHMS)

@@ -16,7 +16,7 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.records import read_payloads
-from tests.index.reference import TwinIndex, engine_hash
+from tests.index.reference import ReferenceIndex, engine_hash
 
 BLOCK_SIZE, RANK = 2, Rank("a")
 # A salt that is called like the adapter: vLLM sends both as bare strings.
@@ -80,7 +80,7 @@ def apply(index, stored):
     asked=st.tuples(namespaces, prompts),
 )
 def test_every_chunk_lands_in_the_namespace_of_its_request(requests, dialect, asked):
-    index, reference = BlockIndex(BLOCK_SIZE), TwinIndex()
+    index, reference = BlockIndex(BLOCK_SIZE), ReferenceIndex()
     number = index.add_rank(RANK)
     for namespace, tokens, cuts in requests:
         contents = contents_of(namespace, tokens)

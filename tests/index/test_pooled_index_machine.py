@@ -7,7 +7,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from kvplug.events import BlockStored, CxlMetadata, CxlState, MoeLabel, Rank, Tier
 from kvplug.hashing import as_tokens
 from kvplug.index.moe_labels import MoeLabels
-from tests.index.compared_index import AppliesRecords, TwinnedIndexMachine
+from tests.index.compared_index import AppliesRecords, ComparedIndexMachine
 
 RANKS = [Rank("a"), Rank("a", 1), Rank("b")]
 # Three blocks in a row; a content is the tokens up to its end.
@@ -25,7 +25,7 @@ places = st.builds(
 )
 
 
-class PooledIndexMachine(TwinnedIndexMachine):
+class PooledIndexMachine(ComparedIndexMachine):
     @initialize()
     def start(self):
         self.begin(1, RANKS)

@@ -201,6 +201,7 @@ async def test_a_source_that_cannot_be_opened_is_opened_later(
     await until(lambda: follower.trust.level is Trust.EXACT, "nothing is missing")
 
 
+@pytest.mark.slow
 async def test_more_engines_than_zmq_has_sockets_by_default(router, events):
     num_engines = 400
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:

@@ -76,6 +76,7 @@ def test_a_signal_while_it_imports_ends_it_without_a_word(number, tmp_path):
         require_quiet_end(process, number)
 
 
+@pytest.mark.slow
 @SIGNALS
 async def test_a_signal_while_it_compiles_ends_it_without_a_word(number, tmp_path):
     with running({**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}) as process:

@@ -138,6 +138,7 @@ async def drain(stream, lines):
         lines.append(line.decode())
 
 
+@pytest.mark.slow
 async def test_idle_connections_beyond_the_descriptors_take_nobody_down(engine):
     async with limited_router(engine[1]) as (url, lines):
         host, port = url.removeprefix("http://").split(":")
@@ -156,6 +157,7 @@ async def test_idle_connections_beyond_the_descriptors_take_nobody_down(engine):
     assert "Traceback" not in "".join(lines)
 
 
+@pytest.mark.slow
 async def test_streams_beyond_the_descriptors_are_told_so(engine):
     engine[0].behaviour = "gated"
     async with limited_router(engine[1]) as (url, lines):

@@ -48,6 +48,7 @@ async def test_the_router_predicts_what_the_engines_find(use_kv_events):
         assert any(engine.engine.cache.num_hit_tokens for engine in engines)
 
 
+@pytest.mark.slow
 async def test_the_audit_finds_no_mistakes_under_evictions():
     async with AsyncExitStack() as started:
         engines = [await started.enter_async_context(EngineService(config())) for _ in range(2)]

@@ -128,6 +128,7 @@ def test_wrong_flags_get_one_sentence_and_code_2(log, capsys, flags, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_as_a_process_it_uses_processes_and_prints_no_bar_into_a_file(log):
     command = [sys.executable, "-m", "kvplug.sim", log, *FAST, "--processes", "2"]
     environment = with_plain_kernels()

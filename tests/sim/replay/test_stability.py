@@ -16,6 +16,8 @@ from kvplug.sim.replay.policies import Kv, make_policy
 from kvplug.sim.replay.study import Cell, run_cell
 from kvplug.sim.replay.workload import Documents, Unshared
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT, BLOCKS = 1600, 100
 FOUR_DOCUMENTS = EngineSpec(num_blocks=5 * BLOCKS)  # with their questions and answers
 

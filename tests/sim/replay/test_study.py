@@ -20,6 +20,7 @@ CELL = Cell(
 )
 
 
+@pytest.mark.slow
 def test_cells_come_back_in_order_and_equal_from_any_process(monkeypatch):
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # of the processes: they start sooner
     cells = [
