@@ -1,4 +1,4 @@
-"""Event bytes to `EventBatch` and back: the one decode door.
+"""Event bytes to `EventBatch` and back: the one place where events are decoded.
 
 In:  one payload of an event stream.   Out: EventBatch.
 

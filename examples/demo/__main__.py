@@ -1,4 +1,4 @@
-"""The door: `python -m examples.demo`.
+"""The entry point: `python -m examples.demo`.
 
 In:  the command line.
 Out: a table; exit code 0, 1 with a sentence if something went wrong, 2 for a wrong flag, 130 or

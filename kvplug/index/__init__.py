@@ -1,10 +1,10 @@
-"""First floor: which rank holds which blocks.
+"""Which rank holds which blocks.
 
 Start with block_index; each line below is a file.
 
 the index
   block_index       BlockIndex: follow ranks, apply events, ask what each rank holds
-  event_applier     many events in one call of a kernel
+  event_applier     the events of a rank, many at a time
   single_events     events one by one: whatever needs a decision
   apply_result      what became of events: counts, and reasons to refuse
   prefix_query      what each rank holds of a request: PrefixQuery, Overlap

@@ -23,28 +23,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvplug import packed
-from kvplug.events import (
-    AllBlocksCleared,
-    EventBatch,
-    Rank,
-    Tier,
-)
+from kvplug.events import EventBatch, Rank, Tier
 from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
 from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
-from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_annotation import BlockAnnotation
 from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.index.bounds import Bounds, CapacityGuard
 from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
-from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpace, HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
-from kvplug.index.single_events import SingleEvents
-from kvplug.index.sweeping import Clearing
+from kvplug.index.single_events import IndexParts
 from kvplug.records import Records
 
 I64 = npt.NDArray[np.int64]
@@ -56,14 +48,12 @@ TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
 
 _CREDITS = [TIER_CREDIT[tier] for tier in Tier] + [0.9]  # a block in a pool
 
-# A slot of a table is looked at in a fraction of the time that a block takes to store.
-_STEPS_PER_BLOCK = 16
-
 
 class BlockIndex:
-    """Following workers: add_rank, apply, clear, remove_worker. Asking: overlap, annotation.
+    """Following workers: add_rank, apply, clear, remove_worker. Queries: overlap, annotation.
 
-    Looking inside: len, engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
+    `events` applies what engines say (kvplug/index/event_applier.py). Looking inside: len,
+    engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
     """
 
     def __init__(
@@ -90,8 +80,6 @@ class BlockIndex:
         self._confidence: F64 = np.ones(0)
         self._prefix_query: PrefixQuery | None = None
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
-        self._clearing: tuple[Tier | None, Clearing] | None = None
-        self._eviction: Eviction | None = None
         self.capacity_guard = CapacityGuard(
             bounds,
             self.block_store,
@@ -100,17 +88,14 @@ class BlockIndex:
             self.annotations.erase_gone,
         )
         flag = np.zeros(1, dtype=np.uint8) if query_waiting is None else query_waiting
-        self._applier = EventApplier(
-            self.block_size, self.hash_spaces, self.capacity_guard, self.speculative, flag
-        )
-        self._single = SingleEvents(
+        parts = IndexParts(
             self.hasher,
             self.hash_spaces,
             self.capacity_guard,
             self.speculative,
             self.annotations,
-            self.clear,
         )
+        self.events = EventApplier(parts, flag)
 
     def __len__(self) -> int:
         """Number of distinct blocks that any rank holds."""
@@ -140,7 +125,7 @@ class BlockIndex:
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
         tables = self.block_store.nbytes + self.capacity_guard.nbytes + self._others_nbytes(None, 0)
-        return tables + self._applier.extra_nbytes
+        return tables + self.events.extra_nbytes
 
     def _others_nbytes(self, growing: HashSpace | None, num_more: int) -> int:
         more = 0
@@ -176,105 +161,21 @@ class BlockIndex:
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
-        clearing = self.start_clear(rank, tier)
-        clearing.finish()
-        return clearing.num_dropped
-
-    def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
-        """A clear to be done in slices; nothing else may change the index before it is done."""
-        number, hash_space = self.numbers.number_of(rank), self.hash_spaces.of(rank)
-        self.speculative.forget(number)
-        self.annotations.on_clear(number, tier)
-        holders = self.numbers.holders(number, tier)
-        return Clearing(self.block_store, self.hash_spaces.arrays_of(hash_space), holders)
+        return self.events.clear(rank, tier)
 
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
-        """Remember what a rank said; what is refused is counted in the result."""
-        applied = ApplyResult()
-        if rank not in self.numbers:
-            applied.reject(RejectReason.UNKNOWN_RANK, len(batch.events))
-            return applied
-        for event in batch.events:
-            self._single.apply(rank, event, applied)
-        return applied
+        """As EventApplier.apply."""
+        return self.events.apply(rank, batch)
 
     def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
-        """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
-        none.
-        """
-        hash_space, first = self.hash_spaces.get(rank), 0
-        if hash_space is None:
-            applied = ApplyResult()
-            applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
-            return applied
-        if self.annotations.need_all_events:
-            applied = ApplyResult()
-        else:
-            applied, first = self._applier.apply_packed(rank, hash_space, payload)
-        if first >= 0:
-            # Behind an event that needs a decision the rest of a payload goes one by one.
-            for event in packed.decode(payload)[first:]:
-                self._single.apply_packed(rank, event, applied)
-        return applied
+        """As EventApplier.apply_packed."""
+        return self.events.apply_packed(rank, payload)
 
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
     ) -> int:
-        """Apply records from number `first` on, counted in `applied`; returns the next number.
-
-        Ends once about `max_blocks` blocks are done, or when somebody sets `query_waiting`, so that
-        a caller with a lock can give way to queries; other changes have to wait until all records
-        are applied.
-        """
-        if rank not in self.numbers:
-            applied.reject(RejectReason.UNKNOWN_RANK, records.num_events - first)
-            return records.num_events
-        if self._eviction is not None:
-            self._go_on_evicting(_STEPS_PER_BLOCK * max_blocks)
-            return first
-        if self._clearing is not None:
-            return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
-        at = first
-        if not self.annotations.need_all_events and not self.bigrams:
-            at = self._applier.apply_records(
-                rank, self.hash_spaces.of(rank), records, first, max_blocks, applied
-            )
-            if self._applier.num_over:
-                return at + self._start_evicting(self._applier.num_over, applied)
-            if at == records.num_events or not self._applier.needs_decision:
-                return at
-        event = records.event(at)
-        if isinstance(event, AllBlocksCleared):
-            self._clearing = event.tier, self.start_clear(rank, event.tier)
-            return at
-        self._single.apply(rank, event, applied)
-        return at + 1
-
-    def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
-        """Whether the event is done with, as there is nothing that could go for it."""
-        self._eviction = self.capacity_guard.eviction(num_blocks)
-        if self._eviction.num_blocks:
-            return False
-        self._eviction = None
-        applied.reject(RejectReason.INDEX_FULL, num_blocks)
-        return True
-
-    def _go_on_evicting(self, max_steps: int) -> None:
-        assert self._eviction is not None
-        self._eviction.advance(max_steps)
-        if self._eviction.is_done:
-            self._eviction = None
-            self.annotations.erase_gone()
-
-    def _go_on_clearing(self, max_steps: int, applied: ApplyResult) -> bool:
-        """Whether the clear that a run of records has come to is done."""
-        assert self._clearing is not None
-        tier, clearing = self._clearing
-        clearing.advance(max_steps)
-        if clearing.is_done:
-            self._clearing = None
-            applied.clear(clearing.num_dropped, everything=tier is None)
-        return clearing.is_done
+        """As EventApplier.apply_records."""
+        return self.events.apply_records(rank, records, first, max_blocks, applied)
 
     def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
         """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""

@@ -1,10 +1,11 @@
-"""Many events of a rank applied in one call of a kernel: records, and packed events.
+"""The events of a rank applied to an index: typed, packed, or as records.
 
-In:  events of one rank as arrays or bytes.   Out: the block store, the rank's hash space and the
-speculative blocks changed; counts.
+In:  events of one rank as objects, bytes or arrays.   Out: the block store, the rank's hash space,
+the speculative blocks and annotations changed; counts.
 
-What a kernel cannot decide it leaves to SingleEvents, by way of BlockIndex; kernels/applying.py
-says what that is. Annotations hear nothing of what is applied here.
+Many plain events are applied in one call of a kernel. What a kernel cannot decide is applied one by
+one (kvplug/index/single_events.py); kernels/applying.py says what that is. Annotations are not told
+of what kernels apply.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvplug import packed
 from kvplug.errors import DecodeError
-from kvplug.events import Rank
+from kvplug.events import AllBlocksCleared, EventBatch, Rank, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.index.bounds import CapacityGuard
-from kvplug.index.expiring import ExpiringBlocks, mark_of
-from kvplug.index.hash_spaces import HashSpace, HashSpaces
+from kvplug.index.evicting import Eviction
+from kvplug.index.expiring import mark_of
+from kvplug.index.hash_spaces import HashSpace
+from kvplug.index.single_events import IndexParts, SingleEvents
+from kvplug.index.sweeping import Clearing
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle
@@ -34,22 +38,145 @@ LEAST_NBYTES = _MIN_PAYLOAD + PADDING + 3 * 8 * _MIN_SCRATCH
 """Of the buffers that events pass through, as large as usual events need them."""
 
 
+# A slot of a table is looked at in a fraction of the time that a block takes to store.
+_STEPS_PER_BLOCK = 16
+
+
 class EventApplier:
+    """apply, apply_packed, apply_records; clear, start_clear. What is refused is counted.
+
+    Plain events are applied many at a time in a kernel, all others one by one.
+    """
+
+    def __init__(self, parts: IndexParts, query_waiting: Flag) -> None:
+        self._kernels = _KernelEvents(parts, query_waiting)
+        self._single = SingleEvents(parts, self.clear)
+        self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
+        self._capacity_guard = parts.capacity_guard
+        self._block_store = parts.capacity_guard.block_store
+        self._speculative, self._annotations = parts.speculative, parts.annotations
+        self._is_bigrams = parts.hasher.window > parts.hasher.block_size
+        self._clearing: tuple[Tier | None, Clearing] | None = None
+        self._eviction: Eviction | None = None
+
+    @property
+    def extra_nbytes(self) -> int:
+        """Bytes of memory of the buffers that events pass through, beyond LEAST_NBYTES."""
+        return self._kernels.extra_nbytes
+
+    def clear(self, rank: Rank, tier: Tier | None = None) -> int:
+        """The rank holds nothing any more (in this tier); returns how many copies it had."""
+        clearing = self.start_clear(rank, tier)
+        clearing.finish()
+        return clearing.num_dropped
+
+    def start_clear(self, rank: Rank, tier: Tier | None = None) -> Clearing:
+        """A clear to be done in slices; nothing else may change the index before it is done."""
+        number, hash_space = self._numbers.number_of(rank), self._hash_spaces.of(rank)
+        self._speculative.forget(number)
+        self._annotations.on_clear(number, tier)
+        holders = self._numbers.holders(number, tier)
+        return Clearing(self._block_store, self._hash_spaces.arrays_of(hash_space), holders)
+
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
+        """Remember what a rank said; what is refused is counted in the result."""
+        applied = ApplyResult()
+        if rank not in self._numbers:
+            applied.reject(RejectReason.UNKNOWN_RANK, len(batch.events))
+            return applied
+        for event in batch.events:
+            self._single.apply(rank, event, applied)
+        return applied
+
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
+        """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
+        none.
+        """
+        hash_space, first = self._hash_spaces.get(rank), 0
+        if hash_space is None:
+            applied = ApplyResult()
+            applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
+            return applied
+        if self._annotations.need_all_events:
+            applied = ApplyResult()
+        else:
+            applied, first = self._kernels.apply_packed(rank, hash_space, payload)
+        if first >= 0:
+            # Behind an event that needs a decision the rest of a payload goes one by one.
+            for event in packed.decode(payload)[first:]:
+                self._single.apply_packed(rank, event, applied)
+        return applied
+
+    def apply_records(
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
+    ) -> int:
+        """Apply records from number `first` on, counted in `applied`; returns the next number.
+
+        Ends once about `max_blocks` blocks are done, or when somebody sets `query_waiting`, so that
+        a caller with a lock can give way to queries; other changes have to wait until all records
+        are applied.
+        """
+        if rank not in self._numbers:
+            applied.reject(RejectReason.UNKNOWN_RANK, records.num_events - first)
+            return records.num_events
+        if self._eviction is not None:
+            self._go_on_evicting(_STEPS_PER_BLOCK * max_blocks)
+            return first
+        if self._clearing is not None:
+            return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
+        at = first
+        if not self._annotations.need_all_events and not self._is_bigrams:
+            at = self._kernels.apply_records(
+                rank, self._hash_spaces.of(rank), records, first, max_blocks, applied
+            )
+            if self._kernels.num_over:
+                return at + self._start_evicting(self._kernels.num_over, applied)
+            if at == records.num_events or not self._kernels.needs_decision:
+                return at
+        event = records.event(at)
+        if isinstance(event, AllBlocksCleared):
+            self._clearing = event.tier, self.start_clear(rank, event.tier)
+            return at
+        self._single.apply(rank, event, applied)
+        return at + 1
+
+    def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
+        """Whether the event is done with, as there is nothing that could go for it."""
+        self._eviction = self._capacity_guard.eviction(num_blocks)
+        if self._eviction.num_blocks:
+            return False
+        self._eviction = None
+        applied.reject(RejectReason.INDEX_FULL, num_blocks)
+        return True
+
+    def _go_on_evicting(self, max_steps: int) -> None:
+        assert self._eviction is not None
+        self._eviction.advance(max_steps)
+        if self._eviction.is_done:
+            self._eviction = None
+            self._annotations.erase_gone()
+
+    def _go_on_clearing(self, max_steps: int, applied: ApplyResult) -> bool:
+        """Whether the clear that a run of records has come to is done."""
+        assert self._clearing is not None
+        tier, clearing = self._clearing
+        clearing.advance(max_steps)
+        if clearing.is_done:
+            self._clearing = None
+            applied.clear(clearing.num_dropped, everything=tier is None)
+        return clearing.is_done
+
+
+class _KernelEvents:
     """apply_records, apply_packed; `needs_decision` and `num_over` tell how the first ended."""
 
-    def __init__(
-        self,
-        block_size: int,
-        hash_spaces: HashSpaces,
-        capacity_guard: CapacityGuard,
-        speculative: ExpiringBlocks,
-        query_waiting: Flag,
-    ) -> None:
-        self._block_size = block_size
-        self._hash_spaces, self._numbers = hash_spaces, hash_spaces.numbers
-        self._capacity_guard, self._block_store = capacity_guard, capacity_guard.block_store
-        self._speculative, self._query_waiting = speculative, query_waiting
-        self._version = capacity_guard.block_store.version
+    def __init__(self, parts: IndexParts, query_waiting: Flag) -> None:
+        self._block_size, self._speculative = parts.hasher.block_size, parts.speculative
+        self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
+        self._capacity_guard = parts.capacity_guard
+        self._block_store = parts.capacity_guard.block_store
+        self._query_waiting = query_waiting
+        self._version = self._block_store.version
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
         # What stays the same between calls, until an array grows or a rank comes or goes.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +40,29 @@ from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStore
 U64 = npt.NDArray[np.uint64]
 
 
+class IndexParts(NamedTuple):
+    """What events change; `hash_spaces` has the numbers, `capacity_guard` the block store."""
+
+    hasher: BlockHasher
+    hash_spaces: HashSpaces
+    capacity_guard: CapacityGuard
+    speculative: ExpiringBlocks
+    annotations: Annotations
+
+
 class SingleEvents:
     """apply, apply_packed.
 
     `clear` takes a rank and a tier, None for all of them, and returns how many copies it dropped.
     """
 
-    def __init__(
-        self,
-        hasher: BlockHasher,
-        hash_spaces: HashSpaces,
-        capacity_guard: CapacityGuard,
-        speculative: ExpiringBlocks,
-        annotations: Annotations,
-        clear: Callable[[Rank, Tier | None], int],
-    ) -> None:
-        self._hasher, self._clear = hasher, clear
-        self._hash_spaces, self._numbers = hash_spaces, hash_spaces.numbers
-        self._capacity_guard, self._block_store = capacity_guard, capacity_guard.block_store
-        self._speculative, self._annotations = speculative, annotations
+    def __init__(self, parts: IndexParts, clear: Callable[[Rank, Tier | None], int]) -> None:
+        self._hasher, self._speculative = parts.hasher, parts.speculative
+        self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
+        self._capacity_guard = parts.capacity_guard
+        self._block_store = parts.capacity_guard.block_store
+        self._annotations = parts.annotations
+        self._clear = clear
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         """Remember one event."""

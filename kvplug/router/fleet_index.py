@@ -157,20 +157,20 @@ class FleetIndex:
         """Apply a rank's events to its index."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.groups[0].index.apply(rank, batch)  # which rejects it
+            return self.groups[0].index.events.apply(rank, batch)  # which rejects it
         if not member.holding:
             self._place(member, _first_blocks(batch))
-        applied = member.group.index.apply(rank, batch)
+        applied = member.group.index.events.apply(rank, batch)
         if applied.num_stored or applied.num_moved:
             member.holding.add(rank)
         return applied
 
     def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
-        """As BlockIndex.apply_packed, in the index that the rank is in."""
+        """As EventApplier.apply_packed, in the index that the rank is in."""
         member = self._members.get(rank.worker)
         if member is None:
-            return self.groups[0].index.apply_packed(rank, payload)  # which rejects it
-        applied = member.group.index.apply_packed(rank, payload)
+            return self.groups[0].index.events.apply_packed(rank, payload)  # which rejects it
+        applied = member.group.index.events.apply_packed(rank, payload)
         if applied.num_stored:
             member.holding.add(rank)
         return applied
@@ -178,23 +178,23 @@ class FleetIndex:
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
     ) -> int:
-        """As BlockIndex.apply_records, in the index that is right for the rank."""
+        """As EventApplier.apply_records, in the index that is right for the rank."""
         member = self._members.get(rank.worker)
         if member is None:
-            index = self.groups[0].index
-            return index.apply_records(rank, records, first, max_blocks, applied)
+            events = self.groups[0].index.events
+            return events.apply_records(rank, records, first, max_blocks, applied)
         if first == 0 and not member.holding:
             size = records.block_size
             self._place(member, None if size is None else Blocks(size))
-        index = member.group.index
-        at = index.apply_records(rank, records, first, max_blocks, applied)
+        events = member.group.index.events
+        at = events.apply_records(rank, records, first, max_blocks, applied)
         if applied.num_stored:
             member.holding.add(rank)
         return at
 
     def start_clear(self, rank: Rank) -> Clearing:
-        """As BlockIndex.start_clear; `end_clear` once it is done."""
-        return self._members[rank.worker].group.index.start_clear(rank)
+        """As EventApplier.start_clear; `end_clear` once it is done."""
+        return self._members[rank.worker].group.index.events.start_clear(rank)
 
     def end_clear(self, rank: Rank) -> None:
         """The rank holds nothing: its worker may change its index now."""
