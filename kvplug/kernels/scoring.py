@@ -102,7 +102,7 @@ def _loading_ms(ranks: F64, rank: Index, at: Index, prompt: Prompt, held: I64) -
 def _find(
     prompt: Prompt, rank: Index, at: Index, confidence: float, ranks: F64, held: I64
 ) -> Found:
-    """What the rank has of a prompt now; `worth`: how far that can be relied on."""
+    """What the rank has of a prompt now; `confidence`: how far that can be relied on."""
     depth, anywhere = (
         prefix_length(held, matching.DEPTH, at),
         prefix_length(held, prefix_lengths.ANY, at),
