@@ -192,7 +192,7 @@ class ServerConfig:
 
     @property
     def worker_api_key(self) -> str | None:
-        """Read anew each time, as it is not to be kept where it could be printed."""
+        """Read from its file when it is asked for: a field could be printed."""
         if self.worker_api_key_file is None:
             return None
         try:

@@ -8,9 +8,7 @@ workers, close the event sockets and the connections to the workers.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -18,6 +16,7 @@ from typing import Self
 from aiohttp import web
 
 from kvplug.audit.audit import Audit
+from kvplug.http_service import stopped_by_signals, url_of
 from kvplug.router.core import Router
 from kvplug.server.app import Api
 from kvplug.server.config import ServerConfig
@@ -77,8 +76,7 @@ class RouterService:
     @property
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
-        host, port = self._listener.address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(*self._listener.address)
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
         listener = self._listener
@@ -100,10 +98,7 @@ class RouterService:
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once."""
     raise_descriptor_limit()
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _stop_or_abort, stopping)
+    stopping = stopped_by_signals()
     async with RouterService(config) as service:
         logger.info(
             "listening on %s, mode %s, block size %s, %d workers",
@@ -114,9 +109,3 @@ async def serve(config: ServerConfig) -> None:
         )
         await stopping.wait()
         logger.info("stopping, requests in flight have %g s", config.grace_s)
-
-
-def _stop_or_abort(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        raise SystemExit(1)
-    stopping.set()

@@ -128,13 +128,13 @@ def _skipped(view: WorkerView) -> Found:
     skipped = {reason: n for reason, n in view.stream.skipped.items() if n and reason not in named}
     if skipped:
         seen = ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
-        fix = "docs/diagnosis.md says what each reason means; the log names the first of each"
+        fix = "docs/troubleshooting.md says what each reason means; the log names the first of each"
         yield Finding(view.url, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
 
 
 def _replay_off(view: WorkerView) -> Found:
     if view.facts.publishes and view.facts.replays is False:
-        fix = 'add "replay_endpoint": "tcp://*:5657" to the engine\'s --kv-events-config'
+        fix = 'add "replay_endpoint": "tcp://*:6557" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
         yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, fix)
     elif view.facts.replays and view.stream is not None and not view.stream.can_replay:

@@ -1,6 +1,6 @@
 """Finding: one thing that is wrong with one worker, and how findings read in a terminal.
 
-docs/diagnosis.md explains each code; tests/server/diagnosis/test_docs.py holds it to that.
+docs/troubleshooting.md explains each code; tests/server/diagnosis/test_docs.py holds it to that.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             {"stream": stream(skipped=Counter(undecodable=2, duplicate=1))},
             Code.EVENTS_SKIPPED,
             "undecodable: 2",
-            "docs/diagnosis.md",
+            "docs/troubleshooting.md",
         ),
         ({"facts": facts(replays=False)}, Code.REPLAY_OFF, "none", '"replay_endpoint"'),
         (
