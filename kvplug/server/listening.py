@@ -24,6 +24,9 @@ _RESERVED_DESCRIPTORS: Final = 100
 _DESCRIPTORS_PER_WORKER: Final = 8
 _DESCRIPTORS_PER_STREAM: Final = 2
 _MIN_CONNECTIONS: Final = 16
+# Of the reserved descriptors: refused connections that stay open until their client has read why.
+_MAX_LINGERING: Final = 16
+_LINGER_S: Final = 1.0
 _UNLIMITED: Final = 2**20
 
 _REFUSAL: Final = ApiError(
@@ -60,6 +63,7 @@ class Listener:
         self.num_refused = 0
         self._max_connections, self._timeout_s = max_connections, first_request_timeout_s
         self._unused: set[asyncio.BaseProtocol] = set()
+        self._lingering: set[asyncio.Transport] = set()
 
         @web.middleware
         async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -76,7 +80,7 @@ class Listener:
         def accept() -> asyncio.Protocol:
             if len(server.connections) >= self._max_connections:
                 self.num_refused += 1
-                return _Refusal()
+                return _Refusal(self._lingering)
             protocol = server()
             self._unused.add(protocol)
             loop.call_later(self._timeout_s, self._close_unused, protocol)
@@ -101,8 +105,24 @@ class Listener:
 
 
 class _Refusal(asyncio.Protocol):
-    """Says that there are too many connections, and hangs up."""
+    """Says that there are too many connections, and hangs up.
+
+    A connection that is closed before its request was read is reset, and a reset takes the answer
+    with it. So it stays open for a moment and what comes is dropped, as long as few others do.
+    """
+
+    def __init__(self, lingering: set[asyncio.Transport]) -> None:
+        self._lingering = lingering
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).write(_ANSWER)
-        transport.close()
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(_ANSWER)
+        if len(self._lingering) >= _MAX_LINGERING:
+            self._transport.close()
+            return
+        self._lingering.add(self._transport)
+        self._transport.write_eof()
+        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lingering.discard(self._transport)

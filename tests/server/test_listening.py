@@ -1,12 +1,12 @@
 """Connections that are too many, too slow or never used, on real sockets."""
 
 import asyncio
+import contextlib
 import json
 import resource
 import signal
 import sys
 import time
-from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -89,12 +89,28 @@ async def test_a_connection_too_many_is_told_so(engine):
 
 
 async def until_answered(client):
+    """Wait until a place is free. A refused client may see a reset before it sees the 503."""
     async with asyncio.timeout(20):
         while True:
-            async with client.get("/health") as response:
-                if response.status == 200:
-                    return
+            with contextlib.suppress(aiohttp.ClientError):
+                async with client.get("/health") as response:
+                    if response.status == 200:
+                        return
             await asyncio.sleep(0.02)
+
+
+async def test_a_refused_client_may_send_its_request_and_read_why(engine):
+    """A connection that is closed with a request on its way is reset: sending fails."""
+    async with serving([engine[1]], max_connections=1) as (service, _):
+        _, first = await connect(service)
+        reader, late = await connect(service)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 8000000\r\n\r\n"
+        late.write(head + 8_000_000 * b"x")
+        await late.drain()
+        assert b"router_overloaded" in await read_all(reader)
+        late.close()
+        first.close()
 
 
 def test_connections_are_bounded_by_the_descriptors(monkeypatch):
@@ -105,7 +121,7 @@ def test_connections_are_bounded_by_the_descriptors(monkeypatch):
     assert max_connections(2) > 100_000
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def limited_router(*workers, limit=256):
     """A router as a process that can never have more than `limit` descriptors; yields its URL."""
     arguments = [argument for worker in workers for argument in ("--worker", worker)]
@@ -143,16 +159,19 @@ async def test_idle_connections_beyond_the_descriptors_take_nobody_down(engine):
     async with limited_router(engine[1]) as (url, lines):
         host, port = url.removeprefix("http://").split(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(350)]
-        async with aiohttp.ClientSession(url) as client:
-            writers = [writer for _, writer in idle]
-            for writer in writers[:20]:
+        try:
+            # The router has accepted them all, so nobody is left to take the places freed below.
+            assert (await read_all(idle[-1][0])).startswith(b"HTTP/1.1 503")
+            for _, writer in idle[:20]:
                 writer.close()
-            await until_answered(client)
-            async with client.get("/health") as response:
-                assert [w["state"] for w in (await response.json())["workers"]] == ["up"]
-            async with client.post("/v1/completions", json=COMPLETION) as response:
-                assert response.status == 200
-            for writer in writers[20:]:
+            async with aiohttp.ClientSession(url) as client:
+                await until_answered(client)
+                async with client.get("/health") as response:
+                    assert [w["state"] for w in (await response.json())["workers"]] == ["up"]
+                async with client.post("/v1/completions", json=COMPLETION) as response:
+                    assert response.status == 200
+        finally:
+            for _, writer in idle:
                 writer.close()
     assert "Traceback" not in "".join(lines)
 
