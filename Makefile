@@ -116,6 +116,10 @@ bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; min
 chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault
 	$(BIN)/python -m tests.chaos
 
+.PHONY: resilience
+resilience: $(READY)  ## an ordinary day of a served router: idle clients, 1,300 streams, 26 MB bodies, 350 workers, wrong replays; 3 minutes
+	$(BIN)/python -m tests.resilience
+
 .PHONY: sim-mooncake
 sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; TRACES=folder SEEDS=N; bench-results/sim-mooncake.json
 	$(BIN)/python -m tests.benchmarks.sim_mooncake --traces $(TRACES) $(if $(SEEDS),--seeds $(SEEDS))

@@ -2,35 +2,43 @@
 
 In:  bytes.   Out: a dict of what routing needs, or ApiError; of a batch, the first two prompts.
 
-Python objects of a 26 MB body, the largest but one by default, take seconds to make, and other
-requests wait meanwhile. So a large body is first cut into its fields, which takes milliseconds, and
-of its prompts only those are read that routing looks at.
+Python objects of a 26 MB body, the largest but one by default, take seconds to make, and nothing
+else runs meanwhile. So a kernel that releases the GIL cuts a large body into its fields, of its
+prompts only those are read that routing looks at, and no other field that is long.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from kvplug.api_errors import ApiError
 from kvplug.events import Namespace
+from kvplug.kernels.json_items import INCOMPLETE, WORDS_PER_ITEM, find_items
 
 Body = dict[str, Any]
 
 _LARGE_BYTES: Final = 100_000
+_MAX_FIELDS: Final = 1000
 # No engine's context is longer; a longer prompt is routed by load alone, and the engine refuses it.
 _MAX_TOKEN_IDS: Final = 2**20
-_SPACE: Final = b" \t\n\r"
+_MAX_TEXT_BYTES: Final = 2**23
+# Objects of as many values are made in some milliseconds.
+_MAX_VALUES: Final = 2**16
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_string = json.JSONDecoder()
+# The value of a field that is too long to be made a Python object.
+UNREAD: Final = object()
+
+_Item = tuple[bytes, int]
 
 
 async def read_body(raw: bytes) -> Body:
-    """A small body as it is; a large one in a thread, with the first two prompts of a batch."""
+    """A small body as it is; a large one in a thread, with the first two prompts of a batch, and
+    UNREAD where a field is too long.
+    """
     try:
         if len(raw) < _LARGE_BYTES:
             return msgspec.json.decode(raw, type=Body)
@@ -41,38 +49,51 @@ async def read_body(raw: bytes) -> Body:
 
 
 def _read_large(raw: bytes) -> Body:
-    fields = _fields.decode(raw)
-    prompt = fields.pop("prompt", None)
-    body = {name: msgspec.json.decode(value) for name, value in fields.items()}
-    if prompt is not None:
-        body["prompt"] = first_prompts(bytes(prompt))
+    raw = raw.strip()
+    if not raw.startswith(b"{"):
+        raise msgspec.DecodeError("it does not begin with {")
+    items = _items(raw, 2 * _MAX_FIELDS)
+    if len(items) % 2:
+        raise msgspec.DecodeError("a name without a value")
+    body: Body = {}
+    for (name, _), (value, num_separators) in zip(items[::2], items[1::2], strict=True):
+        field = msgspec.json.decode(name, type=str)
+        if field == "prompt":
+            body[field] = first_prompts(value.strip(), num_separators)
+        else:
+            is_long = num_separators >= _MAX_VALUES
+            body[field] = UNREAD if is_long else msgspec.json.decode(value)
     return body
 
 
-def first_prompts(raw: bytes) -> object:
-    """The value of `prompt`, valid JSON: text or token ids as they are; of a list of prompts the
-    first, twice if there are more. Too many token ids are None.
+def _items(raw: bytes, limit: int) -> list[_Item]:
+    """At most so many items of an object or array, each with its number of separators."""
+    bounds = np.empty(WORDS_PER_ITEM * limit, dtype=np.int64)
+    count = find_items(np.frombuffer(raw, dtype=np.uint8), bounds)
+    if count == INCOMPLETE:
+        raise msgspec.DecodeError("it ends in the middle")
+    found = bounds.reshape(limit, WORDS_PER_ITEM)[:count].tolist()
+    return [(raw[begin:end], num_separators) for begin, end, num_separators in found]
+
+
+def first_prompts(raw: bytes, num_separators: int) -> object:
+    """The value of `prompt`: text or token ids as they are; of a list of prompts the first, twice
+    if there are more. UNREAD if it is longer than any engine's context.
     """
     if not raw.startswith(b"["):
-        return msgspec.json.decode(raw)
-    inner = raw[1:].lstrip(_SPACE)
-    if inner.startswith(b'"'):
-        text = inner.decode()
-        first, end = _string.raw_decode(text)
-        return [first] * (1 + text[end:].lstrip().startswith(","))
-    if inner.startswith(b"["):
-        end = inner.index(b"]") + 1
-        return [_ids(inner[:end])] * (1 + inner[end:].lstrip(_SPACE).startswith(b","))
-    return _ids(raw)
+        return _prompt(raw, num_separators)
+    first = _items(raw, 2)
+    if first and first[0][0].lstrip().startswith((b'"', b"[")):
+        prompt = _prompt(*first[0])
+        return prompt if prompt is UNREAD else [prompt] * len(first)
+    return _prompt(raw, num_separators)
 
 
-def _ids(raw: bytes) -> object:
-    if raw.count(b",") >= _MAX_TOKEN_IDS:
-        return None
-    try:
-        return msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return None  # a list of lists of lists, cut in the middle: no prompt
+def _prompt(raw: bytes, num_separators: int) -> object:
+    is_text = not raw.lstrip().startswith(b"[")
+    if num_separators >= _MAX_TOKEN_IDS or (is_text and len(raw) > _MAX_TEXT_BYTES):
+        return UNREAD
+    return msgspec.json.decode(raw)
 
 
 def namespace_of(body: Body, lora_name: str = "") -> Namespace:
@@ -87,6 +108,11 @@ def namespace_of(body: Body, lora_name: str = "") -> Namespace:
     if extra_key:
         salt = f"\0extra_key\0{extra_key}\0{salt}"
     return Namespace(lora_name=lora_name, salt=salt)
+
+
+def has_unread_fields(body: Body) -> bool:
+    """Whether what the engine makes of the body cannot be known for its length."""
+    return any(value is UNREAD for value in body.values())
 
 
 def has_extra_key(body: Body) -> bool:

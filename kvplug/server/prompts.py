@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
-from kvplug.server.bodies import Body, has_extra_key
+from kvplug.server.bodies import Body, has_extra_key, has_unread_fields
 from kvplug.tokenization.chat_messages import has_media
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
 
@@ -32,6 +32,7 @@ class Reason(StrEnum):
     """Why a request is routed without knowing what is cached of it."""
 
     NO_TOKENIZER = "no_tokenizer"
+    TOO_LONG = "too_long"  # for any engine's context, and to be read in time
     UNTOKENIZABLE = "untokenizable"  # the engine may say what is wrong with it
     MULTIMODAL = "multimodal"
     PROMPT_EMBEDS = "prompt_embeds"
@@ -72,8 +73,8 @@ class Prompts:
         """
         if has_extra_key(body):
             self._note(Reason.EXTRA_KEY)  # its tokens still count as load
-        if body.get("prompt_embeds") is not None:
-            self._note(Reason.PROMPT_EMBEDS)
+        if (reason := _unreadable(body)) is not None:
+            self._note(reason)
             return None
         try:
             ready = None if is_chat else first_token_ids(body)
@@ -114,6 +115,12 @@ class Prompts:
         if tokenizer is None:
             self.untokenized[model] += 1
         return tokenizer
+
+
+def _unreadable(body: Body) -> Reason | None:
+    if has_unread_fields(body):
+        return Reason.TOO_LONG
+    return None if body.get("prompt_embeds") is None else Reason.PROMPT_EMBEDS
 
 
 def _load(model: str, name: str) -> PromptTokenizer | None:

@@ -65,6 +65,10 @@ class Publisher:
         self._socket = self._context.socket(zmq.XPUB)
         self._port = bind(self._socket, self._port)
 
+    def further_endpoint(self):
+        """Of the same messages, on a port of its own."""
+        return f"tcp://127.0.0.1:{bind(self._socket)}"
+
     def wait_for_a_subscriber(self, timeout_ms=10_000):
         """XPUB hands out subscriptions, so nothing is published into the void."""
         assert self._socket.poll(timeout_ms), "nobody subscribed"
@@ -88,13 +92,14 @@ END = [b"", b"", b"\xff" * 8, b""]
 class ReplayServer:
     """A ROUTER as vLLM's and SGLang's publishers have one; `history` is what it sends again."""
 
-    def __init__(self, *, with_topic=True):
+    def __init__(self, *, with_topic=True, num_ports=1):
         self.history, self.asked, self._with_topic = [], [], with_topic
         self.is_silent = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
+        ports = [bind(self._socket) for _ in range(num_ports)]
+        self.endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
+        self.endpoint = self.endpoints[0]
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

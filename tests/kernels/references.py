@@ -2,6 +2,7 @@
 it.
 """
 
+import json
 import struct
 
 import xxhash
@@ -180,3 +181,24 @@ def fleet_costs(ranks, traffic, now_ms, num_tokens, size, max_answer, found):
         others = delayed * prefill + (1 + delayed) * evicted + waited + later + decode
         costs.append((own, own + others))
     return costs
+
+
+def json_items(text):
+    """(begin, end, number of separators) of each item, by the standard library's decoder.
+
+    The text is compact JSON as json.dumps writes it: no white space.
+    """
+    at, items, decoder = 1, [], json.JSONDecoder()
+    while at < len(text) - 1:
+        value, end = decoder.raw_decode(text, at)
+        items.append((at, end, _num_separators(value)))
+        at = end + 1
+    return items
+
+
+def _num_separators(value):
+    if not isinstance(value, list | dict):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    own = 2 * len(value) - 1 if isinstance(value, dict) else len(value) - 1
+    return max(own, 0) + sum(map(_num_separators, inner))

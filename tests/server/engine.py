@@ -99,8 +99,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def served(engine, port=0):
-    """The engine on a free port; yields its URL."""
+async def served(engine, port=0, **server):
+    """The engine on a free port; yields its URL. `server`: what aiohttp's server is told."""
     app = web.Application(client_max_size=2**26)
     app.add_routes(
         [
@@ -111,7 +111,7 @@ async def served(engine, port=0):
             web.route("*", "/{path}", engine.say),
         ]
     )
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, **server)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:

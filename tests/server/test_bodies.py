@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplug.api_errors import ApiError
 from kvplug.events import Namespace
 from kvplug.server import bodies
 from kvplug.server.bodies import (
-    first_prompts,
     has_extra_key,
+    has_unread_fields,
     lora_path_of,
     namespace_of,
     read_body,
@@ -22,6 +23,7 @@ from tests.server.test_service import routing
 _TEXTS = st.text(max_size=5)
 _IDS = st.lists(st.integers(0, 99), max_size=4)
 _PROMPTS = _TEXTS | _IDS | st.lists(_TEXTS, min_size=1) | st.lists(_IDS, min_size=1)
+_PADDING = "x" * bodies._LARGE_BYTES
 
 
 def expected_of(prompt):
@@ -29,28 +31,51 @@ def expected_of(prompt):
     return [prompt[0]] * min(2, len(prompt)) if is_batch else prompt
 
 
+async def read_large(indent=None, ascii_only=True, **fields):
+    body = {**fields, "padding": _PADDING}
+    read = await read_body(json.dumps(body, indent=indent, ensure_ascii=ascii_only).encode())
+    assert read.pop("padding") == _PADDING
+    return read
+
+
 @given(prompt=_PROMPTS, indent=st.sampled_from([None, 1]), ascii_only=st.booleans())
-def test_of_a_batch_the_first_prompt_is_read(prompt, indent, ascii_only):
-    raw = json.dumps(prompt, indent=indent, ensure_ascii=ascii_only).encode()
-    assert first_prompts(raw) == expected_of(prompt)
+async def test_of_a_batch_the_first_prompt_is_read(prompt, indent, ascii_only):
+    assert await read_large(indent, ascii_only, prompt=prompt) == {"prompt": expected_of(prompt)}
 
 
-@pytest.mark.parametrize("prompt", [None, 1, {"a": []}, [[[1]], [2]], [["a]"]]])
-def test_what_is_no_prompt_is_none_that_is_routed_by(prompt):
-    got = first_prompts(json.dumps(prompt).encode())
-    assert got == prompt or got in ([None], [None, None])
+@pytest.mark.parametrize("prompt", [None, 1, {"a": []}, [[[1]], [2]], [["a]"]], [None]])
+async def test_what_is_no_prompt_is_read_and_refused_where_prompts_are(prompt):
+    read = (await read_large(prompt=prompt))["prompt"]
+    assert read in (prompt, expected_of(prompt))
 
 
-def test_too_many_token_ids_are_not_read(monkeypatch):
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 4], [[1, 2, 3, 4], [1]], 9 * "x", [9 * "x"]])
+async def test_a_prompt_that_is_longer_than_any_context_is_not_read(monkeypatch, prompt):
     monkeypatch.setattr(bodies, "_MAX_TOKEN_IDS", 3)
-    assert first_prompts(b"[1,2,3]") == [1, 2, 3]
-    assert first_prompts(b"[1,2,3,4]") is None
-    assert first_prompts(b"[[1,2,3,4], [1]]") == [None, None]
+    monkeypatch.setattr(bodies, "_MAX_TEXT_BYTES", 10)
+    assert await read_large(prompt=prompt, n=1) == {"prompt": bodies.UNREAD, "n": 1}
+    assert await read_large(prompt=[1, 2, 3]) == {"prompt": [1, 2, 3]}
+    assert await read_large(prompt="xx") == {"prompt": "xx"}
+
+
+async def test_a_field_of_very_many_values_is_not_read():
+    messages = [{"role": "user", "content": "a"}] * 20_000
+    read = await read_large(messages=messages, model="m")
+    assert read == {"messages": bodies.UNREAD, "model": "m"}
+    assert has_unread_fields(read)
+    assert not has_unread_fields(await read_large(messages=messages[:9000]))
 
 
 async def test_a_large_body_has_the_fields_of_a_small_one():
-    body = {"model": "m", "prompt": [[1, 2], [3]], "user": "x" * bodies._LARGE_BYTES, "n": 2}
-    assert await read_body(json.dumps(body).encode()) == {**body, "prompt": [[1, 2], [1, 2]]}
+    body = {"model": "m", "prompt": [[1, 2], [3]], "n": 2, "x": {"y": [1.5, None, "{"]}}
+    assert await read_large(**body) == {**body, "prompt": [[1, 2], [1, 2]]}
+
+
+@pytest.mark.parametrize("damage", [b"[%s]", b'{"a": 1', b"%s", b'{"a"}', b'{"a": x, "b": "%s"}'])
+async def test_a_large_body_that_is_no_object_is_refused(damage):
+    raw = damage.replace(b"%s", b'"' + _PADDING.encode() + b'"')
+    with pytest.raises(ApiError, match="the body must be a JSON object"):
+        await read_body(raw.ljust(bodies._LARGE_BYTES))
 
 
 async def test_a_large_body_is_routed_and_passed_on_as_it_is():

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import resource
-import signal
-import sys
 import time
 
 import aiohttp
@@ -16,6 +14,7 @@ from kvplug.server.listening import max_connections
 from kvplug.server.service import RouterService
 from tests.plain_kernels import with_plain_kernels
 from tests.server.engine import Engine, served
+from tests.server.router_process import router_process
 from tests.server.test_service import COMPLETION, serving
 from tests.waiting import until
 
@@ -121,37 +120,9 @@ def test_connections_are_bounded_by_the_descriptors(monkeypatch):
     assert max_connections(2) > 100_000
 
 
-@contextlib.asynccontextmanager
-async def limited_router(*workers, limit=256):
-    """A router as a process that can never have more than `limit` descriptors; yields its URL."""
-    arguments = [argument for worker in workers for argument in ("--worker", worker)]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvplug.router", "--port", "0", *arguments),
-        stderr=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit)),
-        env=with_plain_kernels(PYTHONUNBUFFERED="1"),
-    )
-    lines = []
-    try:
-        async with asyncio.timeout(120):
-            while not lines or "listening on" not in lines[-1]:
-                lines.append((await process.stderr.readline()).decode())
-                assert lines[-1], "".join(lines)
-        reading = asyncio.create_task(drain(process.stderr, lines))
-        yield lines[-1].partition("listening on ")[2].partition(",")[0], lines
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
-            assert await process.wait() == 0, "".join(lines[-20:])
-        await reading
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def drain(stream, lines):
-    while line := await stream.readline():
-        lines.append(line.decode())
+def limited_router(worker):
+    """With 256 descriptors, so that few clients are too many."""
+    return router_process(worker, limit=256, env=with_plain_kernels(PYTHONUNBUFFERED="1"))
 
 
 @pytest.mark.slow

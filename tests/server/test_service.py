@@ -329,6 +329,7 @@ async def test_the_tokenizer_of_a_hub_model_is_in_the_hubs_cache(tmp_path, monke
             "multimodal",
         ),
         ("/v1/chat/completions", {"messages": 7}, "untokenizable"),
+        ("/v1/chat/completions", {"messages": [], "tools": [0] * 70_000}, "too_long"),
         ("/v1/completions", {"prompt": [1, 2], "prompt_embeds": "AAAA"}, "prompt_embeds"),
         ("/v1/completions", {"prompt": [1, 2, 3, 4], "extra_key": "tenant"}, "extra_key"),
     ],
@@ -345,7 +346,7 @@ async def test_what_cannot_be_known_of_a_prefix_is_counted_and_named(
             text = await response.text()
     assert f'kvplug_requests_without_prefix_total{{reason="{reason}"}} 2.0' in text
     named = caplog.text.count(f"requests without prefix knowledge: {reason}")
-    assert named == (0 if reason == "untokenizable" else 1)
+    assert named == (0 if reason in ("untokenizable", "too_long") else 1)
 
 
 def stored(tokens, *, lora=""):
