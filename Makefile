@@ -56,7 +56,7 @@ test-fast: $(READY)  ## what needs no engine and is not slow; EXAMPLES of each p
 	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m '$(TESTS)' --durations 10
 
 .PHONY: test-kernels
-test-kernels: $(READY)  ## the kernels compiled on numba 0.65.0 and the newest, without JIT, with bounds checks
+test-kernels: $(READY)  ## the kernels compiled on numba 0.65.0, and on the newest without JIT and with bounds checks
 	$(BIN)/python -m tests.kernels.matrix
 
 .PHONY: test-engines
@@ -102,7 +102,7 @@ soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, fla
 test: $(READY)  ## everything, real engines included
 	@echo 'make test 1/3: everything that needs no engine'
 	@$(MAKE) --no-print-directory test-fast EXAMPLES=60 TESTS='not engine'
-	@echo 'make test 2/3: the kernels compiled on two versions of numba, without JIT, with bounds checks'
+	@echo 'make test 2/3: the kernels on the oldest numba, without JIT, with bounds checks'
 	@$(MAKE) --no-print-directory test-kernels
 	@echo 'make test 3/3: real vLLM and SGLang, and the demo (the first run installs the engines, 6.1 GB)'
 	@$(MAKE) --no-print-directory test-engines
