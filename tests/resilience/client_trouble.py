@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import aiohttp
+from aiohttp import web
 
 from tests.resilience.observed import (
     counted,
@@ -27,7 +28,7 @@ DESCRIPTORS = 1024
 NUM_IDLE = 1400
 NUM_STREAMS = 1300
 MIN_SERVED_STREAMS = 400
-NUM_LARGE = 30
+NUM_LARGE = 60
 MAX_P99_MS = 50.0
 
 
@@ -46,12 +47,10 @@ async def idle_connections():
         for _, writer in idle:
             writer.close()
         await publish_blocks(direct, engines[1], 0)
-        workers = await until_health(client, _all_exact, "both caches are known")
+        workers = await until_health(client, _all_known, "both caches are known")
     blocks = [worker["events"]["blocks_stored"] for worker in workers]
-    defects = defects_of(log)
-    if blocks != [NUM_PROMPTS * BLOCKS_PER_PROMPT] * 2:
-        defects.append(f"expected {NUM_PROMPTS * BLOCKS_PER_PROMPT} blocks of each engine")
-    return f"{NUM_IDLE} idle connections: blocks known of two engines {blocks}, exact", defects
+    seen = f"{NUM_IDLE} idle connections: blocks known of two engines {blocks}, exact"
+    return seen, defects_of(log)
 
 
 async def many_streams():
@@ -83,15 +82,19 @@ async def many_streams():
 
 
 async def large_bodies():
-    """Bodies of 26 and 28 MB, one after another, beside a client with small requests."""
-    batch = b'{"model": "m", "prompt": [' + b"[1]," * 6_499_999 + b"[1]]}"
-    token_ids = b'{"model": "m", "prompt": [' + b"1," * 13_999_999 + b"1]}"
+    """Bodies of 26 and 28 MB, one after another, beside a client with small requests.
+
+    They are for another engine, so that nobody but the router is busy with both.
+    """
+    batch = b'{"model": "large", "prompt": [' + b"[1]," * 6_499_999 + b"[1]]}"
+    token_ids = b'{"model": "large", "prompt": [' + b"1," * 13_999_999 + b"1]}"
     async with (
-        measuring_client() as (worker, start, results),
-        router_process(worker, limit=DESCRIPTORS) as (url, log),
+        served(RefusingEngine(models=("large",))) as large,
+        measuring_client() as (small, start, results),
+        router_process(large, small, limit=DESCRIPTORS) as (url, log),
         aiohttp.ClientSession(url) as client,
     ):
-        await until_health(client, _all_up, "the worker is up")
+        await until_health(client, _all_up, "both engines are up")
         await start(url)
         statuses = [await _send(client, body) for body in (batch, token_ids) * (NUM_LARGE // 2)]
         latencies_s, num_failed = await results()
@@ -105,6 +108,14 @@ async def large_bodies():
         f"{NUM_LARGE} bodies of 26 and 28 MB: {counted(statuses)}; {len(latencies_s)} small "
         f"requests meanwhile: p50 {p50:.1f}, p99 {p99:.1f}, longest {longest:.0f} ms"
     ), defects
+
+
+class RefusingEngine(Engine):
+    """Reads a body and says no, as an engine does whose context is shorter."""
+
+    async def generate(self, request):
+        await request.read()
+        return web.json_response({"error": {"message": "too long"}}, status=400)
 
 
 async def _connections(url, number):
@@ -125,9 +136,11 @@ def _all_up(workers):
     return all(worker["state"] == "up" for worker in workers)
 
 
-def _all_exact(workers):
-    heard = all(worker["events"]["blocks_stored"] for worker in workers)
-    return heard and all(worker["events"]["trust"] == "exact" for worker in workers)
+def _all_known(workers):
+    """Every block of every engine, so none of an engine was lost."""
+    events = [worker["events"] for worker in workers]
+    blocks = {each["blocks_stored"] for each in events}
+    return blocks == {NUM_PROMPTS * BLOCKS_PER_PROMPT} and {e["trust"] for e in events} == {"exact"}
 
 
 def _has_heard(workers):
