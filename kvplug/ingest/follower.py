@@ -182,10 +182,10 @@ class Follower:
             self._tell_router()
 
     def _well_formed(self, messages: list[Message]) -> list[Message]:
-        malformed = [each for each in messages if each.malformed is not None]
-        for each in malformed:
-            self._skips.add("undecodable", 1, each.malformed or "")
-        if not malformed:
+        reasons = [each.malformed for each in messages if each.malformed is not None]
+        for reason in reasons:
+            self._skips.add("undecodable", 1, reason)
+        if not reasons:
             return messages
         return [each for each in messages if each.malformed is None]
 

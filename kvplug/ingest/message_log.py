@@ -85,11 +85,14 @@ class RecentDigests:
     def __init__(self) -> None:
         self._digests: list[_Digest] = [_NONE] * _NUM_DIGESTS
 
-    def remember(self, message: Message, *, is_live: bool) -> None:
-        """It was applied; `is_live`: the stream itself brought it, not a replay."""
-        if message.sequence is not None:
-            digest = message.sequence, _digest(message), is_live
-            self._digests[message.sequence % _NUM_DIGESTS] = digest
+    def remember(self, messages: list[Message], *, is_live: bool) -> None:
+        """They were applied; `is_live`: the stream itself brought them, not a replay."""
+        digests, digest_of = self._digests, xxhash.xxh3_64_intdigest
+        for message in messages:
+            sequence = message.sequence
+            if sequence is not None:
+                digest = sequence, digest_of(message.payload), is_live
+                digests[sequence % _NUM_DIGESTS] = digest
 
     def forget(self) -> None:
         """Another incarnation begins."""

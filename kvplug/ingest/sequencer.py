@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from kvplug.ingest import trust
@@ -152,9 +153,11 @@ class Sequencer:
     def _leading_in_order(self, messages: list[Message], first: int) -> list[Message]:
         if self._is_waiting:
             return []
-        end, offset = first, self._next - first
-        while end < len(messages) and messages[end].sequence == offset + end:
-            end += 1
+        end, expected = first, self._next
+        for message in islice(messages, first, None):
+            if message.sequence != expected:
+                break
+            end, expected = end + 1, expected + 1
         return messages[first:end]
 
     def _apply_live(self, run: list[Message]) -> None:
@@ -457,8 +460,7 @@ class Sequencer:
     # -- what is known --
 
     def _apply(self, run: list[Message], *, is_live: bool) -> None:
-        for message in run:
-            self._recent.remember(message, is_live=is_live)
+        self._recent.remember(run, is_live=is_live)
         is_repairable = self._pass_on(run)
         self.last = run[-1].sequence  # now, as who reads it takes them for applied
         if is_repairable:

@@ -11,10 +11,12 @@ TransportError; whatever a source raises, the event thread closes it and opens a
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 
-class Message(NamedTuple):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """What a publisher sent.
 
     sequence: its number in this incarnation of the publisher, from 0; None if it has none.
