@@ -6,11 +6,11 @@ compilation    of the kernels, before anything is served
 service        start, serve, stop
 listening      which connections are accepted
 app            the HTTP routes
-bodies         a request's body: what routing needs of it, its namespace
+bodies         a request's body: what routing needs of it, what it asks for
 prompts        its token ids, from kvplug.tokenization, or the reason why there are none
 proxy          one request to a worker and back
 upstream       one POST to a worker, and whose fault a failure is
-usage          how many tokens requests ask for and answers report
+answers        what they say of their tokens; where the events of a stream end
 fleet          the workers: reachable or not, their models, their event streams
 model_cards    what an engine says it serves
 diagnosis      what is wrong with the fleet's set-up

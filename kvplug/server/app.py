@@ -14,7 +14,14 @@ import aiohttp
 from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_response
-from kvplug.server.bodies import Body, lora_path_of, namespace_of, read_body
+from kvplug.server.bodies import (
+    Body,
+    lora_path_of,
+    max_tokens_of,
+    namespace_of,
+    read_body,
+    unauditable,
+)
 from kvplug.server.config import ServerConfig
 from kvplug.server.fleet import Fleet
 from kvplug.server.health import Health
@@ -22,7 +29,6 @@ from kvplug.server.metrics import Metrics
 from kvplug.server.model_cards import Served
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
-from kvplug.server.usage import max_tokens_of, unauditable
 
 logger = logging.getLogger(__name__)
 

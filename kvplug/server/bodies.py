@@ -1,4 +1,4 @@
-"""The JSON body of a request, read so that a large one holds up nobody else, and its namespace.
+"""The JSON body of a request, read so that a large one holds up nobody else, and what it asks for.
 
 In:  bytes.   Out: a dict of what routing needs, or ApiError; of a batch, the first two prompts.
 
@@ -18,6 +18,7 @@ import numpy as np
 from kvplug.api_errors import ApiError
 from kvplug.events import Namespace
 from kvplug.kernels.json_items import INCOMPLETE, WORDS_PER_ITEM, find_items
+from kvplug.router.decider import MAX_TOKENS
 
 Body = dict[str, Any]
 
@@ -28,6 +29,15 @@ _MAX_TOKEN_IDS: Final = 2**20
 _MAX_TEXT_BYTES: Final = 2**23
 # Objects of as many values are made in some milliseconds.
 _MAX_VALUES: Final = 2**16
+
+_COMPLETION_TOKENS: Final = 16
+# Fields with which an engine computes prompt tokens that it has cached, or counts other ones.
+_ODD_FIELDS: Final = (
+    "prompt_logprobs",
+    "echo",
+    "truncate_prompt_tokens",
+    "logprob_start_len",
+)
 
 # The value of a field that is too long to be made a Python object.
 UNREAD: Final = object()
@@ -123,6 +133,34 @@ def has_extra_key(body: Body) -> bool:
 def lora_path_of(body: Body) -> str:
     """The adapter that SGLang is asked for beside the model's name; "" if none."""
     return _text(body, "lora_path")
+
+
+def max_tokens_of(body: Body, *, is_chat: bool) -> int | None:
+    """How long the answer may get; None if the body does not say, or nonsense.
+
+    OpenAI's default of a completion is 16, which vLLM 0.32 and SGLang 0.5.23 have, too.
+    """
+    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    asked = next((body[name] for name in names if body.get(name) is not None), None)
+    if asked is None and not is_chat:
+        return _COMPLETION_TOKENS
+    return min(asked, MAX_TOKENS) if type(asked) is int and asked > 0 else None
+
+
+def unauditable(body: Body) -> str | None:
+    """Why the usage of a request's answer would not tell about its prefix, or None.
+
+    vLLM 0.32 sums the tokens of all prompts of a body, and reports the cached ones of one.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "several_prompts"
+    if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
+        return "several_answers"
+    odd = (body.get(name) for name in _ODD_FIELDS)
+    if any(value is not None and value is not False for value in odd):
+        return "computes_otherwise"
+    return None
 
 
 def _text(body: Body, field: str) -> str:

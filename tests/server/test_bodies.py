@@ -14,8 +14,10 @@ from kvplug.server.bodies import (
     has_extra_key,
     has_unread_fields,
     lora_path_of,
+    max_tokens_of,
     namespace_of,
     read_body,
+    unauditable,
 )
 from tests.server.engine import Engine
 from tests.server.test_service import routing
@@ -123,3 +125,43 @@ def test_an_extra_key_keeps_requests_apart_from_all_that_events_say():
 def test_the_adapter_beside_the_model_is_read():
     bodies = [{"lora_path": "l"}, {"lora_path": ["l", None]}, {"lora_path": [None]}, {}]
     assert [lora_path_of(body) for body in bodies] == ["l", "l", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_chat", "expected"),
+    [
+        ({}, False, 16),
+        ({"max_tokens": 5}, False, 5),
+        ({"max_tokens": None}, False, 16),
+        ({}, True, None),
+        ({"max_tokens": 5}, True, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, True, 7),
+        ({"max_tokens": "many"}, True, None),
+        ({"max_tokens": 0}, False, None),
+        ({"max_tokens": True}, True, None),
+        ({"max_tokens": 5.5}, True, None),
+        ({"max_tokens": 10**400}, True, 10_000_000),
+    ],
+)
+def test_how_long_an_answer_may_get(body, is_chat, expected):
+    assert max_tokens_of(body, is_chat=is_chat) == expected
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"prompt": [1, 2, 3]}, None),
+        ({"prompt": ["one"]}, None),
+        ({"prompt": ["one", "two"]}, "several_prompts"),
+        ({"prompt": [[1], [2]]}, "several_prompts"),
+        ({"n": 1}, None),
+        ({"n": 2}, "several_answers"),
+        ({"best_of": 2}, "several_answers"),
+        ({"echo": False}, None),
+        ({"echo": True}, "computes_otherwise"),
+        ({"prompt_logprobs": 0}, "computes_otherwise"),
+        ({"truncate_prompt_tokens": -1}, "computes_otherwise"),
+    ],
+)
+def test_some_requests_say_nothing_about_their_prefix(more, reason):
+    assert unauditable({"model": "m", **more}) == reason

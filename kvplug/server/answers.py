@@ -1,6 +1,6 @@
-"""How many tokens requests ask for, and what answers say of theirs and of the cached ones.
+"""What answers say of their tokens and of the cached ones, and where the events of a stream end.
 
-In:  request bodies, answers, the parts of streams.   Out: Usage, numbers of tokens, or None.
+In:  answers, the parts of streams.   Out: Usage or None, numbers of tokens, whole events.
 
 Nothing is added to a request: a stream carries its usage only if the client asked for it
 (`stream_options.include_usage`) or the engine always sends it.
@@ -9,8 +9,7 @@ Nothing is added to a request: a stream carries its usage only if the client ask
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -19,13 +18,9 @@ from kvplug.router.decider import MAX_TOKENS
 
 # The chunk with the usage is the last one before [DONE]; vLLM's has about 500 bytes.
 _TAIL_BYTES = 8192
-_COMPLETION_TOKENS = 16
 _EVENT = b"\ndata:"
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _MAX_EVENT_BYTES = 2**20  # a longer one is passed on as it comes
-# Fields with which an engine computes prompt tokens that it has cached, or counts other ones.
-_ODD_FIELDS = ("prompt_logprobs", "echo", "truncate_prompt_tokens", "logprob_start_len")
-
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
@@ -58,34 +53,6 @@ def usage_of(answer: bytes) -> Usage | None:
     details = usage.prompt_tokens_details
     cached_tokens = None if details is None else details.cached_tokens
     return Usage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
-
-
-def max_tokens_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """How long the answer may get; None if the body does not say, or nonsense.
-
-    OpenAI's default of a completion is 16, which vLLM 0.32 and SGLang 0.5.23 have, too.
-    """
-    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
-    asked = next((body[name] for name in names if body.get(name) is not None), None)
-    if asked is None and not is_chat:
-        return _COMPLETION_TOKENS
-    return min(asked, MAX_TOKENS) if type(asked) is int and asked > 0 else None
-
-
-def unauditable(body: Mapping[str, Any]) -> str | None:
-    """Why the usage of a request's answer would not tell about its prefix, or None.
-
-    vLLM 0.32 sums the tokens of all prompts of a body, and reports the cached ones of one.
-    """
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "several_prompts"
-    if any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
-        return "several_answers"
-    odd = (body.get(name) for name in _ODD_FIELDS)
-    if any(value is not None and value is not False for value in odd):
-        return "computes_otherwise"
-    return None
 
 
 class WholeEvents:

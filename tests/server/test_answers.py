@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvplug.audit.audit import Usage
-from kvplug.server.usage import Stream, WholeEvents, max_tokens_of, unauditable, usage_of
+from kvplug.server.answers import Stream, WholeEvents, usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 
@@ -65,26 +65,6 @@ def test_without_usage_the_events_of_a_stream_are_its_tokens(size):
     assert stream.num_tokens == 30
 
 
-@pytest.mark.parametrize(
-    ("body", "is_chat", "expected"),
-    [
-        ({}, False, 16),
-        ({"max_tokens": 5}, False, 5),
-        ({"max_tokens": None}, False, 16),
-        ({}, True, None),
-        ({"max_tokens": 5}, True, 5),
-        ({"max_tokens": 5, "max_completion_tokens": 7}, True, 7),
-        ({"max_tokens": "many"}, True, None),
-        ({"max_tokens": 0}, False, None),
-        ({"max_tokens": True}, True, None),
-        ({"max_tokens": 5.5}, True, None),
-        ({"max_tokens": 10**400}, True, 10_000_000),
-    ],
-)
-def test_how_long_an_answer_may_get(body, is_chat, expected):
-    assert max_tokens_of(body, is_chat=is_chat) == expected
-
-
 def test_a_stream_without_usage_has_none():
     stream = Stream()
     assert stream.usage() is None
@@ -100,26 +80,6 @@ def test_only_the_end_of_a_stream_is_kept():
         stream.add(b"data: " + b"x" * 100 + b"\n\n")
     assert stream.usage() is None
     assert sum(map(len, stream._parts)) < 10_000
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"prompt": [1, 2, 3]}, None),
-        ({"prompt": ["one"]}, None),
-        ({"prompt": ["one", "two"]}, "several_prompts"),
-        ({"prompt": [[1], [2]]}, "several_prompts"),
-        ({"n": 1}, None),
-        ({"n": 2}, "several_answers"),
-        ({"best_of": 2}, "several_answers"),
-        ({"echo": False}, None),
-        ({"echo": True}, "computes_otherwise"),
-        ({"prompt_logprobs": 0}, "computes_otherwise"),
-        ({"truncate_prompt_tokens": -1}, "computes_otherwise"),
-    ],
-)
-def test_some_requests_say_nothing_about_their_prefix(more, reason):
-    assert unauditable({"model": "m", **more}) == reason
 
 
 def test_a_comment_is_no_first_token():
