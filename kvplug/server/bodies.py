@@ -110,7 +110,7 @@ def namespace_of(body: Body, lora_name: str = "") -> Namespace:
     """What separates its blocks from those of others with equal tokens, as events name it.
 
     A batch of prompts is represented by its first one. vLLM and SGLang keep requests apart by LoRA
-    adapter and by `cache_salt`. SGLang knows `extra_key` besides, which its events (0.5.23) leave
+    adapter and by `cache_salt`. SGLang also knows `extra_key`, which its events (0.5.23) leave
     out in either format: what such a request finds cached cannot be known, so it gets a namespace
     that no event is in. Where its like went is still known from the routing itself.
     """

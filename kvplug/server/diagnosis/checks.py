@@ -94,9 +94,12 @@ def _no_events(view: WorkerView) -> Found:
 
 
 def _never_matches(view: WorkerView) -> Found:
-    """Blocks are stored, but never those of the requests that were sent."""
+    """Blocks are stored, but never those of the requests that were sent.
+
+    Where a rank is not followed, they may be there; then it is that rank which is the finding.
+    """
     stream, num_prompts = view.stream, _num_prompts_unseen(view.ledger)
-    if stream is None or not stream.num_stored or not num_prompts:
+    if stream is None or not stream.num_stored or not num_prompts or _lacks_ranks(view):
         return
     seen = f"{stream.num_stored} blocks stored, none of {num_prompts} prompts among them"
     fix = (
@@ -221,11 +224,15 @@ def _no_tokenizer(view: WorkerView) -> Found:
 
 
 def _data_parallel(view: WorkerView) -> Found:
-    num_ranks = view.facts.num_ranks or view.num_ranks
-    if num_ranks != view.num_ranks:
+    if _lacks_ranks(view):
         fix = "start one engine per rank, each with a --worker of its own"
         expected = f"{view.num_ranks} data-parallel rank(s)"
-        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(num_ranks), fix)
+        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(view.facts.num_ranks), fix)
+
+
+def _lacks_ranks(view: WorkerView) -> bool:
+    """Whether the engine has other ranks than those that are followed."""
+    return (view.facts.num_ranks or view.num_ranks) != view.num_ranks
 
 
 def _cached_tokens(view: WorkerView) -> Found:

@@ -158,6 +158,11 @@ def test_each_cause_is_named_with_its_fix(more, code, seen, fix):
     assert fix in finding.fix
 
 
+def test_prompts_may_be_in_a_rank_that_is_not_followed():
+    unseen = view(ledger=ledger(was_stored=[False] * 8), facts=facts(num_ranks=2))
+    assert [finding.code for finding in check_all([unseen])] == [Code.DATA_PARALLEL]
+
+
 def test_a_rate_of_incorrect_routing_is_a_finding_once_enough_is_audited():
     audited = RankLedger()
     audited.num_by_verdict.update(wrong_resident=3, as_predicted=196)
