@@ -23,7 +23,17 @@ from kvplug import events
 from kvplug.dialects import as_map
 from kvplug.errors import DecodeError
 from kvplug.events import EventBatch
-from kvplug.wire import POOLED_MEDIA, SHAPES, TIERS, Index, Reason, SkipError, Wire, to_wire
+from kvplug.wire import (
+    POOLED_MEDIA,
+    SHAPES,
+    TIERS,
+    Index,
+    Reason,
+    SkipError,
+    Wire,
+    in_order_of_names,
+    to_wire,
+)
 
 __all__ = ["MAX_BYTES", "Reason", "decode", "encode"]
 
@@ -46,7 +56,7 @@ def decode(payload: bytes, *, max_bytes: int = MAX_BYTES) -> EventBatch:
         if wire.medium is not None:
             media[wire.medium] = None
     return EventBatch(
-        events=tuple(read),
+        events=tuple(in_order_of_names(read)),
         ts=head.ts or 0.0,
         dp_rank=head.rank,
         skipped=dict(skipped),
@@ -59,7 +69,8 @@ def encode(batch: EventBatch) -> bytes:
     """Write a batch as vLLM 0.32 does. `decode` gives it back, except that
 
     * `skipped`, the media, and events that `decode` skips are lost;
-    * a BlockStored without tokens comes back as BlockCopied;
+    * a BlockStored without tokens comes back as BlockCopied, and one of a group that keeps a part
+      of a prefix comes behind the event that says what it copies;
     * a BlockStored with neither parent nor namespace gets Namespace();
     * the extra keys of a block come back sorted, and () if no block has any.
 

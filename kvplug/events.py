@@ -21,6 +21,18 @@ import msgspec
 MAX_BLOCK_SIZE = 2**16
 """Tokens per block; what is larger is taken for a mistake."""
 
+MAX_DP_SIZE = 1024
+"""Data-parallel ranks of one worker; what is more is taken for a mistake."""
+
+WINDOWED_ATTENTION = frozenset({"sliding_window", "sliding_window_mla"})
+"""Kinds of attention, in vLLM's words, for which an engine keeps the last blocks of a prefix."""
+
+MAMBA = "mamba"
+"""Linear attention, whatever the model calls it: an engine keeps states, each of a whole prefix."""
+
+PARTIAL_ATTENTION = WINDOWED_ATTENTION | {MAMBA}
+"""Kinds that do not keep all of a prefix."""
+
 EngineHash = NewType("EngineHash", int)
 """The engine's id of a block, 0 <= id < 2**64. Signed and byte forms are folded to this."""
 
@@ -54,6 +66,10 @@ class Rank(msgspec.Struct, frozen=True, order=True):
     def __str__(self) -> str:
         return f"{self.worker}#{self.dp_rank}" if self.dp_rank else self.worker
 
+    def named_by(self, dp_rank: int | None) -> Rank:
+        """The rank of this worker that a message names; this one if it names none."""
+        return self if dp_rank in (None, self.dp_rank) else Rank(self.worker, dp_rank)
+
 
 class Namespace(msgspec.Struct, frozen=True):
     """What separates equal tokens from each other: the LoRA adapter and the cache salt."""
@@ -86,6 +102,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     not say, and then the parent's holds. `extra_keys[i]`, if any, are further 64-bit keys
     (multimodal items and the like) of block i.
 
+    `group`: the KV cache group of a hybrid model; `attention`: its kind; `sliding_window`: in
+    tokens, if it has one (kvplug/index/cache_groups.py says what that means for a prefix).
+
     `bigrams`: the engine keys a block by its pairs (token, next token), as SGLang does with EAGLE.
     `token_ids` then has one id more, as a block depends on the token after it: of block i are the
     `block_size + 1` ids from `i * block_size`.
@@ -109,13 +128,16 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
 class BlockCopied(msgspec.Struct, frozen=True, kw_only=True):
     """These blocks are in this tier now, too; their content is not said, only their engine hashes.
 
-    vLLM's offloading connectors write it. An engine hash stands for one content, so whoever has
-    seen the block stored under it knows what was copied; for anyone else it says nothing.
+    vLLM's offloading connectors write it, and its groups with a sliding window where they skip
+    blocks. An engine hash stands for one content, so whoever has seen the block stored under it
+    knows what was copied; for anyone else it says nothing.
     """
 
     block_hashes: tuple[EngineHash, ...]
     tier: Tier = Tier.DEVICE
     group: int = 0
+    attention: str = "full_attention"
+    sliding_window: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):

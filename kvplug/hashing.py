@@ -115,7 +115,7 @@ def checked_ends(ends: Ends | Sequence[int], total: int, what: str = "tokens") -
         ends = np.asarray(ends)
     except ValueError as error:
         raise HashingError(f"ends of sequences are integers in a row: {error}") from error
-    if ends.ndim != 1 or not np.issubdtype(ends.dtype, np.integer):
+    if ends.ndim != 1 or not (np.issubdtype(ends.dtype, np.integer) or not ends.size):
         raise HashingError(f"ends of sequences are integers in a row, got {ends.dtype}{ends.shape}")
     ends = np.ascontiguousarray(ends, dtype=np.int64)
     starts = np.concatenate([_START, ends])

@@ -37,7 +37,10 @@ _BASE_SEED = 1337  # kvplug/hashing.py: of tokens without LoRA and salt
 
 @dataclass(frozen=True, slots=True)
 class PackedStored:
-    """A run of consecutive blocks: what the engine calls them, and their sequence hashes."""
+    """A run of consecutive blocks: what the engine calls them, and their sequence hashes.
+
+    Each brings a copy, as each PackedRemoved takes one.
+    """
 
     engine_hashes: U64Like
     hashes: U64Like

@@ -39,7 +39,6 @@ MAX_BYTES = 2**18
 
 _MIN_EVENT_BYTES = 16
 _PADDING = bytes(PADDING)
-_DOUBLE = b"\xcb"
 
 
 @dataclass(slots=True)
@@ -146,9 +145,7 @@ class _Scratch(threading.local):
 
 
 def _time_of(payload: bytes) -> float:
-    """The first element of the batch, if it is a double as all engines write it."""
-    if payload[1:2] != _DOUBLE:
-        return 0.0
+    """The first element of a batch that was read, which is a double."""
     return float(struct.unpack_from(">d", payload, 2)[0])
 
 

@@ -17,6 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kvplug import events
 from kvplug.events import (
     MAX_BLOCK_SIZE,
+    PARTIAL_ATTENTION,
     CxlMetadata,
     CxlState,
     EngineHash,
@@ -39,14 +40,12 @@ class Reason(StrEnum):
     BAD_EXTRA_KEYS = "bad_extra_keys"
     NO_BLOCKS = "no_blocks"
     TOKENS_MISALIGNED = "tokens_misaligned"
-    # The kinds of vLLM 0.32 (v1/kv_cache_interface.py) that do not keep all of a prefix.
-    SLIDING_WINDOW = "not_full_attention:sliding_window"
-    SLIDING_WINDOW_MLA = "not_full_attention:sliding_window_mla"
-    MAMBA = "not_full_attention:mamba"
-    CHUNKED_LOCAL = "not_full_attention:chunked_local_attention"
-    ENCODER_ONLY = "not_full_attention:encoder_only_attention"
-    CROSS = "not_full_attention:cross_attention"
-    UNKNOWN_ATTENTION = "not_full_attention:unknown"  # and every kind that is not in this list
+    # The kinds of vLLM 0.32 (v1/kv_cache_interface.py) of which it is not known what they need of a
+    # prefix.
+    CHUNKED_LOCAL = "attention:chunked_local_attention"
+    ENCODER_ONLY = "attention:encoder_only_attention"
+    CROSS = "attention:cross_attention"
+    UNKNOWN_ATTENTION = "attention:unknown"  # and every kind that is not in a list
 
 
 class SkipError(Exception):
@@ -89,7 +88,10 @@ class _MmInfo(Struct):
 
 
 class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
-    """Blocks came into a cache."""
+    """Blocks came into a cache.
+
+    In every field that has a default nil means that it is absent, here and in the kernels.
+    """
 
     # The order of vLLM's arrays, which only ever grew at the end.
     block_hashes: tuple[EngineHash, ...]
@@ -109,15 +111,14 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
     cxl_metadata: CxlMetadata | None = None
     moe: MoeLabel | None = None
     # Left out unless it is true: vllm-router 0.1.17 refuses an event with `bigrams: false`.
-    bigrams: bool | UnsetType = UNSET
+    bigrams: bool | UnsetType | None = UNSET
 
     def event(self) -> events.BlockStored | events.BlockCopied:
         """Check what must hold together, and translate; SkipError if it does not."""
-        _require_full_attention(self.kv_cache_spec_kind, self.kv_cache_spec_sliding_window)
+        attention = _attention(self.kv_cache_spec_kind, self.kv_cache_spec_sliding_window)
+        if not self.token_ids or self._skips_blocks(attention):
+            return self._copied(attention)
         block_hashes, group = _engine_hashes(self.block_hashes), self.group_idx or 0
-        if not self.token_ids:
-            tier = _tier(self.medium)
-            return events.BlockCopied(block_hashes=block_hashes, tier=tier, group=group)
         self._require_aligned_tokens()
         parent = self.parent_block_hash
         lora = self.lora_name or (str(self.lora_id) if self.lora_id else "")
@@ -132,12 +133,30 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
             tier=_tier(self.medium),
             extra_keys=self._extra_keys(lora, salt),
             group=group,
-            attention=self.kv_cache_spec_kind or "full_attention",
+            attention=attention,
             sliding_window=self.kv_cache_spec_sliding_window,
             cxl=self.cxl_metadata,
             moe=self.moe,
             bigrams=bool(self.bigrams),
         )
+
+    def _copied(self, attention: str) -> events.BlockCopied:
+        # A group that has skipped all blocks is known from then on.
+        as_unsigned = _unsigned if attention in PARTIAL_ATTENTION else _engine_hashes
+        return events.BlockCopied(
+            block_hashes=as_unsigned(self.block_hashes),
+            tier=_tier(self.medium),
+            group=self.group_idx or 0,
+            attention=attention,
+            sliding_window=self.kv_cache_spec_sliding_window,
+        )
+
+    def _skips_blocks(self, attention: str) -> bool:
+        """Whether it is of vLLM, which leaves out blocks that a window has moved past, but not
+        their tokens.
+        """
+        num_blocks = (len(self.token_ids) - bool(self.bigrams)) // max(1, self.block_size)
+        return attention in PARTIAL_ATTENTION and len(self.block_hashes) < num_blocks
 
     def _require_aligned_tokens(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -232,16 +251,56 @@ SHAPES: Final[dict[str, type[Wire]]] = {
 }
 
 
-def _require_full_attention(kind: str | None, window: int | None) -> None:
+def in_order_of_names(read: list[events.Event]) -> list[events.Event]:
+    """The events of a batch, such that the content of a block comes before a copy by its hash.
+
+    vLLM lists groups by number, and a group that leaves out blocks may come before the one with
+    full attention, which says what the others are.
+    """
+    if not any(_is_of_part(event) for event in read):
+        return read
+    after: dict[int, list[events.Event]] = {}
+    for at, event in enumerate(read):
+        after.setdefault(at, []).append(event)
+    for at, stored_at in _copies_before_content(read):
+        after[stored_at] += after.pop(at)
+    return [event for at in sorted(after) for event in after[at]]
+
+
+def _is_of_part(event: events.Event) -> bool:
+    return isinstance(event, events.BlockCopied) and event.attention in PARTIAL_ATTENTION
+
+
+def _copies_before_content(read: list[events.Event]) -> list[tuple[int, int]]:
+    """Of each copy that comes before its content: its place, and that of the content."""
+    found, stored_at = [], dict[EngineHash, int]()
+    for at in range(len(read) - 1, -1, -1):
+        event = read[at]
+        if isinstance(event, events.BlockStored):
+            stored_at.update(dict.fromkeys(event.block_hashes, at))
+        elif not isinstance(event, events.BlockCopied):
+            stored_at.clear()  # it may take the blocks away again
+        elif _is_of_part(event):
+            places = [stored_at[each] for each in event.block_hashes if each in stored_at]
+            found += [(at, max(places))] if places else []
+    return found[::-1]
+
+
+def _attention(kind: str | None, window: int | None) -> str:
     kind = kind or ("full_attention" if window is None else "sliding_window")
-    if "sliding" in kind or not ("full" in kind or "mla" in kind):
-        raise SkipError(_ATTENTION_REASONS.get(kind, Reason.UNKNOWN_ATTENTION))
+    if kind in PARTIAL_ATTENTION or ("sliding" not in kind and ("full" in kind or "mla" in kind)):
+        return kind
+    raise SkipError(_ATTENTION_REASONS.get(kind, Reason.UNKNOWN_ATTENTION))
 
 
 def _engine_hashes(hashes: tuple[EngineHash, ...]) -> tuple[EngineHash, ...]:
     if not hashes:
         raise SkipError(Reason.NO_BLOCKS)
-    if min(hashes) >= 0:
+    return _unsigned(hashes)
+
+
+def _unsigned(hashes: tuple[EngineHash, ...]) -> tuple[EngineHash, ...]:
+    if min(hashes, default=0) >= 0:
         return hashes
     return tuple(EngineHash(number & _U64) for number in hashes)  # SGLang's are signed
 
@@ -274,13 +333,15 @@ def to_wire(event: events.Event) -> Wire:
     match event:
         case events.BlockStored():
             return _stored_to_wire(event)
-        case events.BlockCopied(block_hashes=hashes, tier=tier, group=group):
+        case events.BlockCopied():
             return Stored(
-                block_hashes=hashes,
+                block_hashes=event.block_hashes,
                 token_ids=(),
                 block_size=0,
-                medium=_MEDIA[tier],
-                group_idx=group,
+                medium=_MEDIA[event.tier],
+                group_idx=event.group,
+                kv_cache_spec_kind=event.attention,
+                kv_cache_spec_sliding_window=event.sliding_window,
             )
         case events.BlockRemoved(block_hashes=hashes, tier=tier, group=group):
             return Removed(hashes, _MEDIA[tier], group)

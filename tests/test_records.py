@@ -83,7 +83,7 @@ def same_as_codec(payload):
     read = tuple(records.event(i) for i in range(records.num_events))
     # The codec fills in what goes without saying, Records leave it out.
     assert read == tuple(map(plain, batch.events))
-    assert (records.dp_rank, records.num_payloads) == (batch.dp_rank, 1)
+    assert (records.dp_rank, records.num_payloads, records.ts) == (batch.dp_rank, 1, batch.ts)
     assert not batch.skipped
     assert not batch.unknown_media
     return True
@@ -106,11 +106,8 @@ values = st.recursive(
     max_leaves=5,
 )
 names = st.sampled_from(
-    ["lora_name", "cache_salt", "bigrams", "block_mm_infos", "cxl_metadata", "medium", "moe",
-     "group_idx", "block_size", "token_ids", "block_hashes",
-     "extra_keys", "locality", "ownership", "session_id", "unheard_of", "type",
-     "parent_block_hash", "lora_id", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"]
-)  # fmt: skip
+    [*wire.Stored.__struct_fields__, "type", "locality", "ownership", "session_id", "unheard_of"]
+)
 
 
 @given(stored() | removed, st.dictionaries(names, values, min_size=1, max_size=3),
@@ -129,7 +126,9 @@ PLAIN = {
     wire.Removed: {"block_hashes": [1]},
     wire.Cleared: {},
 }
-ODD_VALUES = [True, False, 0, 1, 2**40, 1.5, "", "GPU", "x", b"y", [], [None], [1], {}, {"a": 1}]
+ODD_VALUES = [
+    None, True, False, 0, 1, 2**40, 1.5, "", "GPU", "x", b"y", [], [None], [1], {}, {"a": 1},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_a_field_that_comes_twice_is_read_alike_or_left_to_the_codec():
     event[0] += 1  # one field more in the map
     for name, value in (("parent_block_hash", None), ("medium", "CPU"), ("block_hashes", [9])):
         twice = bytes(event) + encode(name) + encode(value)
-        assert_alike_if_decodable(b"\x92\x01\x91" + twice)
+        assert_alike_if_decodable(b"\x92\xcb" + bytes(8) + b"\x91" + twice)
 
 
 def test_a_run_ends_where_the_dialect_or_the_rank_does():
@@ -198,6 +197,13 @@ def test_a_run_ends_where_the_dialect_or_the_rank_does():
         assert (records.num_payloads, records.num_events) == (2, 2)
     assert read_payloads([with_lora, plain_batch]) is None
     assert read_payloads([]) is None
+
+
+@pytest.mark.parametrize("ts", [0, 7, 2**40, -3, None])
+def test_a_time_that_is_no_double_is_left_to_the_codec(ts):
+    payload = encode([ts, [["BlockRemoved", [7], "GPU"]], 0])
+    assert read_payloads([payload]) is None
+    assert codec.decode(payload).ts == (ts or 0)
 
 
 def test_a_batch_without_events_is_read():

@@ -14,6 +14,7 @@ request was scheduled travels by another way than the answer, and may arrive lat
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.router.load import ActiveRequest
 from kvplug.router.observer import Arrival, RouterObserver
+
+logger = logging.getLogger(__name__)
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
 _GRACE_S = 1.0
@@ -213,7 +216,8 @@ class Audit(RouterObserver):
     def _left_of(
         self, rank: Rank, expectations: list[Expectation]
     ) -> Iterator[tuple[Expectation, int]]:
-        prompts = [each.sequence_hashes[: each.lowest] for each in expectations]
+        num_recomputed = self._num_recomputed(rank)
+        prompts = [each.sequence_hashes[: each.lowest + num_recomputed] for each in expectations]
         return zip(expectations, self._resident(rank, prompts), strict=True)
 
     def _resident(self, rank: Rank, prompts: Sequence[Hashes]) -> list[int]:
@@ -267,11 +271,35 @@ class Audit(RouterObserver):
         ledger = self._ledger(expectation.rank)
         self._unwatch(expectation)
         if len(expectation.sequence_hashes):
-            [num] = self._resident(expectation.rank, [expectation.sequence_hashes[:1]])
+            first = expectation.sequence_hashes[: 1 + self._num_recomputed(expectation.rank)]
+            [num] = self._resident(expectation.rank, [first])
             ledger.was_stored.append(num > 0)
         if cached_tokens is not None:
             verdict = self._judge(expectation, cached_tokens)
             ledger.enter(expectation, cached_tokens, verdict)
+            self._learn_recomputed(ledger, expectation, cached_tokens)
+
+    def _num_recomputed(self, rank: Rank) -> int:
+        return self.router.fleet_index.num_recomputed(rank)
+
+    def _learn_recomputed(
+        self, ledger: RankLedger, expectation: Expectation, cached_tokens: int
+    ) -> None:
+        """Whether the engine computes the last block that matches anew: every reuse is then one
+        block shorter than what it holds.
+        """
+        if not 0 < expectation.predicted == expectation.resident:
+            return
+        rank, num_before = expectation.rank, self._num_recomputed(expectation.rank)
+        num_now = num_before + ledger.note_error(expectation.error(cached_tokens))
+        if num_now not in (num_before, -1, 2):
+            self.router.fleet_index.set_recomputed(rank, num_now)
+        if self._num_recomputed(rank) > num_before:
+            logger.info(
+                "%s: the engine computes the last block of a prefix anew (EAGLE, MTP)", rank
+            )
+        elif self._num_recomputed(rank) < num_before:
+            logger.info("%s: reuses the last block of a prefix again", rank)
 
     def _judge(self, expectation: Expectation, cached_tokens: int) -> Verdict:
         verdict = expectation.judge(cached_tokens)

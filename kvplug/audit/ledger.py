@@ -23,6 +23,7 @@ _RATE_WINDOW = 1024
 _ACCURACY_WINDOW = 256
 _EVIDENCE_WINDOW = 256
 _KNOWN_WINDOW = 32
+_STEADY_WINDOW = 8
 
 # As if 64 blocks had been audited and half of them found: one answer alone moves little.
 _PRIOR_BLOCKS = 64.0
@@ -50,6 +51,7 @@ class RankLedger:
         self._wrong: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._blocks: deque[tuple[int, int]] = deque(maxlen=_ACCURACY_WINDOW)
         self._num_resident = self._num_found = 0
+        self._errors: deque[int] = deque(maxlen=_STEADY_WINDOW)
 
     @property
     def num_audited(self) -> int:
@@ -85,6 +87,17 @@ class RankLedger:
         self._num_by_bound[bisect_left(ERROR_BOUNDS, expectation.error(cached_tokens))] += 1
         resident = min(expectation.resident, expectation.limit)
         self._measure(resident, min(resident, expectation.reported(cached_tokens)))
+
+    def note_error(self, error: int) -> int:
+        """The error of a request that counted on resident blocks, in blocks; returns 1 or -1 if the
+        last ones were all off by that, and starts over, else 0.
+        """
+        self._errors.append(error)
+        is_steady = len(self._errors) == _STEADY_WINDOW and len(set(self._errors)) == 1
+        if is_steady and abs(error) == 1:
+            self._errors.clear()
+            return error
+        return 0
 
     def skip(self, reason: str) -> None:
         """A request could not be audited."""

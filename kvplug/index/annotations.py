@@ -76,6 +76,10 @@ class Annotations:
         """Bytes of memory of all."""
         return sum([each.nbytes for each in self._all])
 
+    def shrink(self) -> bool:
+        """Have one give memory back that it does not need; False if there is not much."""
+        return any(each.shrink() for each in self._all)
+
     def concern(self, event: Stored) -> bool:
         """Whether any of them has something to do with a stored event."""
         for concerns in self._concerns:  # noqa: SIM110 - any() takes a microsecond more per event

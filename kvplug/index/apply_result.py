@@ -14,9 +14,12 @@ class RejectReason(StrEnum):
     UNKNOWN_BLOCK = "unknown_block"  # removed or moved, and not there
     UNKNOWN_RANK = "unknown_rank"  # events of a worker that was removed or never added
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
+    GROUP_BLOCK_SIZE = "group_block_size"  # nor that of a group with a window or with states
+    GROUP_TIER = "group_tier"  # in host memory or on disk, of a group with a window or with states
     PARENT_EVICTED = "parent_evicted"  # the index gave the parent up for its own bounds
     INDEX_FULL = "index_full"  # the bounds leave no room, and nothing else can go
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
+    BAD_VALUE = "bad_value"  # of an event made by hand: a hash, token or tier that is none
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
     BIGRAM_TOKENS = "bigram_tokens"  # by pairs of tokens, and the rank's others are not, or back

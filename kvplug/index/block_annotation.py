@@ -105,6 +105,10 @@ class BlockAnnotation(ABC):
         """Bytes of memory of tables and arrays."""
         return 0
 
+    def shrink(self) -> bool:
+        """Give memory back that is not needed; False if there is not much of it."""
+        return False
+
     def concerns(self, event: Stored) -> bool:
         """Whether `on_stored` wants an event; cheap, as it is asked for each one."""
         return False

@@ -19,6 +19,7 @@ What is not certain is refused and counted, never guessed (`RejectReason`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,16 @@ from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_annotation import BlockAnnotation
-from kvplug.index.block_store import BlockStore, HashSpaceArrays
+from kvplug.index.block_store import BlockStore
 from kvplug.index.bounds import Bounds, CapacityGuard
-from kvplug.index.event_applier import LEAST_NBYTES, EventApplier, Flag
+from kvplug.index.cache_groups import CacheGroups
+from kvplug.index.event_applier import EventApplier, Flag
+from kvplug.index.event_buffers import EventBuffers
 from kvplug.index.expiring import ExpiringBlocks
-from kvplug.index.hash_spaces import HashSpace, HashSpaces
+from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
+from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.index.single_events import IndexParts
 from kvplug.records import Records
 
@@ -75,18 +79,16 @@ class BlockIndex:
         self._version = ArrayVersion(is_tight=bounds.max_bytes is not None)
         self.numbers = HolderNumbers(self._version)
         self.block_store = BlockStore(self._version)
-        self.speculative = ExpiringBlocks(speculative_ttl_s, version=self._version)
+        self.speculative = _speculative(speculative_ttl_s, bounds, self._version)
         self.annotations = Annotations(annotations, self.numbers, self.block_store)
+        self.cache_groups = CacheGroups(self.numbers, self.block_store, block_size)
+        self._repeated_stores = RepeatedStores()
         self._confidence: F64 = np.ones(0)
         self._prefix_query: PrefixQuery | None = None
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
-        self.capacity_guard = CapacityGuard(
-            bounds,
-            self.block_store,
-            self._others_nbytes,
-            self._hash_space_arrays,
-            self.annotations.erase_gone,
-        )
+        buffers = EventBuffers(self._version)
+        others = _Others(self.speculative, self.annotations, buffers)
+        self.capacity_guard = CapacityGuard(bounds, self.hash_spaces, others)
         flag = np.zeros(1, dtype=np.uint8) if query_waiting is None else query_waiting
         parts = IndexParts(
             self.hasher,
@@ -94,6 +96,9 @@ class BlockIndex:
             self.capacity_guard,
             self.speculative,
             self.annotations,
+            self.cache_groups,
+            self._repeated_stores,
+            buffers,
         )
         self.events = EventApplier(parts, flag)
 
@@ -124,24 +129,15 @@ class BlockIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""
-        tables = self.block_store.nbytes + self.capacity_guard.nbytes + self._others_nbytes(None, 0)
-        return tables + self.events.extra_nbytes
-
-    def _others_nbytes(self, growing: HashSpace | None, num_more: int) -> int:
-        more = 0
-        if growing is not None:
-            more = growing.table.grown_nbytes(num_more) - growing.table.nbytes
-        besides = self.speculative.nbytes + self.annotations.nbytes
-        return besides + self.hash_spaces.nbytes + LEAST_NBYTES + more
-
-    def _hash_space_arrays(self) -> list[HashSpaceArrays]:
-        return [self.hash_spaces.arrays_of(hash_space) for hash_space in self.hash_spaces.in_use]
+        return self.capacity_guard.nbytes
 
     def add_rank(self, rank: Rank) -> int:
         """Follow a rank from now on; returns its number."""
         if rank not in self.numbers:
             self.hash_spaces.add(rank)
             self.set_confidence(rank, 1.0)
+            self.speculative.reserve(self.numbers.number_of(rank), 0)
+            self.capacity_guard.settle()
         return self.numbers.add(rank)
 
     def set_confidence(self, rank: Rank, confidence: float) -> None:
@@ -152,11 +148,19 @@ class BlockIndex:
         self._confidence[number] = confidence
         self._version.count += 1
 
+    def set_recomputed(self, rank: Rank, num_blocks: int) -> None:
+        """The rank's engine computes so many of the last blocks that match anew (0, or 1 with a
+        draft model).
+        """
+        self.cache_groups.set_recomputed(self.numbers.number_of(rank), num_blocks)
+
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
         for rank in self.hash_spaces.ranks_of(worker):
             self.clear(rank)
             self.annotations.on_rank_removed(self.numbers.number_of(rank))
+            self.cache_groups.forget(self.numbers.number_of(rank))
+            self._repeated_stores.forget(self.numbers.number_of(rank))
             self.hash_spaces.remove(rank)
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
@@ -204,27 +208,38 @@ class BlockIndex:
     def _ask(self) -> PrefixQuery:
         credits = credits_of(_CREDITS, self._confidence[: len(self.numbers.ranks)])
         expected = self.speculative.query_arrays
-        numbers = self.numbers
-        return PrefixQuery(self.block_store, numbers.owner, numbers.readers, credits, expected)
+        return PrefixQuery(
+            self.block_store,
+            self.numbers.owner,
+            self.numbers.readers,
+            credits,
+            expected,
+            self.cache_groups.arrays,
+        )
 
     def annotation(self, kind: type[Kind]) -> Kind:
         """The annotation of a kind, for what only it can answer; KeyError if there is none."""
         return self.annotations[kind]
 
-    def engine_hashes_of(self, rank: Rank, tier: Tier | None = None) -> U64:
+    def engine_hashes_of(
+        self, rank: Rank, tier: Tier | None = None, *, group: int | None = None
+    ) -> U64:
         """uint64[n], the engine's own hashes of the blocks that the rank holds: in a tier, or in
-        any and in pools.
+        any and in pools; of a KV cache group (on the device unless a tier is named), or of all.
         """
         number = self.numbers.number_of(rank)
         engine_hashes, hashes = self.hash_spaces.of(rank).table.items()
-        return engine_hashes[
-            self.block_store.which_held(hashes, self.numbers.holders(number, tier))
-        ]
+        holders = self.numbers.holders(number, tier)
+        if group is not None:
+            holder = self.cache_groups.holder_of(number, group, tier or Tier.DEVICE)
+            holders = [] if holder is None else [holder]
+        return engine_hashes[self.block_store.which_held(hashes, holders)]
 
     def num_resident(self, rank: Rank) -> int:
-        """Number of distinct blocks that the rank has on its device."""
-        [holder] = self.numbers.holders(self.numbers.number_of(rank), Tier.DEVICE) or [-1]
-        return 0 if holder < 0 else self.block_store.num_held(holder)
+        """Number of distinct blocks that the rank has on its device; of a hybrid model in the KV
+        cache group that has most.
+        """
+        return self.cache_groups.num_held(self.numbers.number_of(rank))
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
@@ -233,3 +248,29 @@ class BlockIndex:
         self.speculative.check()
         self.annotations.check()
         self.hash_spaces.check()
+
+
+def _speculative(ttl_s: float, bounds: Bounds, version: ArrayVersion) -> ExpiringBlocks:
+    if bounds.max_speculative is None:
+        return ExpiringBlocks(ttl_s, version=version)
+    blocks = ExpiringBlocks(ttl_s, bounds.max_speculative, version=version)
+    blocks.reserve(0, bounds.max_speculative)
+    return blocks
+
+
+class _Others(NamedTuple):
+    """What is neither in the block store nor in a hash space (kvplug/index/bounds.py)."""
+
+    speculative: ExpiringBlocks
+    annotations: Annotations
+    buffers: EventBuffers
+
+    @property
+    def nbytes(self) -> int:
+        return self.speculative.nbytes + self.annotations.nbytes + self.buffers.nbytes
+
+    def shrink(self) -> bool:
+        return self.buffers.shrink() or self.annotations.shrink()
+
+    def erase_gone(self) -> None:
+        self.annotations.erase_gone()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.index.arrays import ArrayVersion
-from kvplug.index.hash_table import HashTable
+from kvplug.index.hash_table import HashTable, least_nbytes
 from kvplug.index.holder_sets import HolderSets
 from kvplug.index.run_table import RunTable
 from kvplug.kernels import checking, membership, runs
@@ -136,6 +136,21 @@ class BlockStore:
             self._scratch = np.empty(2 * num_blocks, dtype=np.uint64)
             self.version.count += 1
 
+    def shrink(self) -> bool:
+        """Give memory back that is not needed; False if there is not much of it."""
+        has_shrunk = self.table.shrink() or self.copies.shrink()
+        if not len(self.table) and self.runs.nbytes > self.runs.least_nbytes(0):
+            # Runs and sets have numbers, so they only ever start over.
+            self.runs.start_over()
+            self.sets.start_over()
+            has_shrunk = True
+        return has_shrunk
+
+    def least_nbytes(self, num_blocks: int) -> int:
+        """Bytes of memory if nobody held anything before so many blocks came in one event."""
+        tables = 2 * least_nbytes(num_blocks) + self.runs.least_nbytes(num_blocks)
+        return tables + self.sets.least_nbytes + 16 * num_blocks
+
     def reserve_runs(self, holder: int, num_blocks: int) -> None:
         """Make room for so many blocks that leave the holder: runs may fall to pieces."""
         num_moved = min(num_blocks, len(self.table))
@@ -227,9 +242,12 @@ class BlockStore:
 
     def _check_links(self) -> None:
         live, above, below = self.runs.is_live, self.runs.above, self.runs.below
+        starts, ends = self.runs.column(runs.START), self.runs.column(runs.END)
         linked = np.flatnonzero(live & (above != 0))
         if not np.array_equal(below[above[linked]], linked):
             raise IndexCorruptError("runs: a run above does not name the run below")
+        if not np.array_equal(ends[above[linked]] + np.uint64(1), starts[linked]):
+            raise IndexCorruptError("runs: a run does not begin behind the run above")
         linked = np.flatnonzero(live & (below != 0))
         if not np.array_equal(above[below[linked]], linked):
             raise IndexCorruptError("runs: a run below does not name the run above")
@@ -261,15 +279,11 @@ class BlockStore:
         self._check_tails()
 
     def _check_tails(self) -> None:
-        low, live = np.uint64(0xFFFFFFFF), self.runs.is_live
+        # Where the parent of a run is says nothing: hashes of packed events are taken as they come,
+        # and may put a block that left and comes back at another depth. Matches go by depths.
+        live = self.runs.is_live
         tails, ends = self.runs.column(runs.TAIL), self.runs.column(runs.END)
         known = np.flatnonzero(live & (tails != 0)).astype(np.uint64)
         places = self.table.find(np.ascontiguousarray(tails[known]))
         if not np.array_equal(places, known | (ends[known] << np.uint64(32))):
             raise IndexCorruptError("runs: a run does not end with its last block")
-        parents, starts = self.runs.parents, self.runs.column(runs.START)
-        known = np.flatnonzero(live & (parents != 0)).astype(np.uint64)
-        places = self.table.find(np.ascontiguousarray(parents[known]))
-        held = places & low != 0
-        if not np.array_equal(places[held] >> np.uint64(32), starts[known][held] - np.uint64(1)):
-            raise IndexCorruptError("runs: a run does not begin behind its parent")

@@ -6,7 +6,8 @@ In:  stored events with CXL metadata, and transitions.   Out: the block store an
     local_gpu    a copy on the rank's device
     in_transit   the same: nobody else can read the block yet
     cxl_pooled   a copy in a pool, which the rank and all ranks of the accessible workers can read
-    evicted      the copy that the last state stood for is gone; where it was is kept
+    evicted      the copy that the last state stood for is gone; where it was is kept. If that was
+                 evicted, too, a copy on the device has been stored since, and is gone now
 
 A transition moves: into a pool means off the device, however often it was stored there. A stored
 event adds, and takes nothing: a block that is in a pool stays there when it is stored on the
@@ -38,7 +39,6 @@ from kvplug.index.block_annotation import (
 )
 from kvplug.index.block_store import BlockStore
 from kvplug.index.cxl_states import (
-    EVICTED,
     POOLED,
     STATES,
     CxlStates,
@@ -70,6 +70,10 @@ class CxlBlocks(BlockAnnotation):
     def nbytes(self) -> int:
         """Bytes of memory of the states."""
         return self.states.nbytes
+
+    def shrink(self) -> bool:
+        """Make the table as small as its states."""
+        return self.states.table.shrink()
 
     def metadata(self, rank: Rank, sequence_hash: int) -> CxlMetadata | None:
         """The last state of a rank's block, and where it is or was; None if nothing is known."""
@@ -158,7 +162,7 @@ class CxlBlocks(BlockAnnotation):
             case CxlState.EVICTED:
                 states = state_of(self.states.find(blocks.rank_number, blocks.hashes))
                 self._leave_pools(blocks)
-                self._drop(device, blocks.only((states != POOLED) & (states != EVICTED)))
+                self._drop(device, blocks.only(states != POOLED))
 
     def _enter_pool(self, blocks: EventBlocks, placement: int) -> None:
         self._hold(self.placements.holder(placement), blocks)

@@ -25,18 +25,11 @@ from kvplug.index.sweeping import Clearing
 from kvplug.kernels import applying as kernels
 from kvplug.kernels.applying import apply_packed
 from kvplug.kernels.bundle import Bundle
-from kvplug.kernels.msgpack import PADDING
 from kvplug.records import Records
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Flag = npt.NDArray[np.uint8]
-
-_MIN_SCRATCH = 256
-_MIN_PAYLOAD = 2**16
-LEAST_NBYTES = _MIN_PAYLOAD + PADDING + 3 * 8 * _MIN_SCRATCH
-"""Of the buffers that events pass through, as large as usual events need them."""
-
 
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
 _STEPS_PER_BLOCK = 16
@@ -53,16 +46,13 @@ class EventApplier:
         self._single = SingleEvents(parts, self.clear)
         self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
         self._capacity_guard = parts.capacity_guard
+        self._has_bound = parts.capacity_guard.bounds.max_bytes is not None
         self._block_store = parts.capacity_guard.block_store
         self._speculative, self._annotations = parts.speculative, parts.annotations
+        self._cache_groups = parts.cache_groups
         self._is_bigrams = parts.hasher.window > parts.hasher.block_size
         self._clearing: tuple[Tier | None, Clearing] | None = None
         self._eviction: Eviction | None = None
-
-    @property
-    def extra_nbytes(self) -> int:
-        """Bytes of memory of the buffers that events pass through, beyond LEAST_NBYTES."""
-        return self._kernels.extra_nbytes
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
@@ -86,6 +76,7 @@ class EventApplier:
             return applied
         for event in batch.events:
             self._single.apply(rank, event, applied)
+            self._capacity_guard.settle()
         return applied
 
     def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
@@ -105,6 +96,9 @@ class EventApplier:
             # Behind an event that needs a decision the rest of a payload goes one by one.
             for event in packed.decode(payload)[first:]:
                 self._single.apply_packed(rank, event, applied)
+                self._capacity_guard.settle()
+        if self._has_bound:
+            self._capacity_guard.settle()
         return applied
 
     def apply_records(
@@ -125,10 +119,11 @@ class EventApplier:
         if self._clearing is not None:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
         at = first
-        if not self._annotations.need_all_events and not self._is_bigrams:
+        if not self._are_single(rank):
             at = self._kernels.apply_records(
                 rank, self._hash_spaces.of(rank), records, first, max_blocks, applied
             )
+            self._capacity_guard.settle()
             if self._kernels.num_over:
                 return at + self._start_evicting(self._kernels.num_over, applied)
             if at == records.num_events or not self._kernels.needs_decision:
@@ -138,14 +133,23 @@ class EventApplier:
             self._clearing = event.tier, self.start_clear(rank, event.tier)
             return at
         self._single.apply(rank, event, applied)
+        self._capacity_guard.settle()
         return at + 1
 
+    def _are_single(self, rank: Rank) -> bool:
+        """Whether kernels may apply none of the rank's records."""
+        has_groups = self._numbers.number_of(rank) in self._cache_groups
+        return has_groups or self._annotations.need_all_events or self._is_bigrams
+
     def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
-        """Whether the event is done with, as there is nothing that could go for it."""
-        self._eviction = self._capacity_guard.eviction(num_blocks)
-        if self._eviction.num_blocks:
-            return False
-        self._eviction = None
+        """Whether the event is done with, as nothing that could go would make room for it."""
+        if self._capacity_guard.can_ever_hold(num_blocks):
+            if self._kernels.is_over_bytes and self._capacity_guard.shrink():
+                return False
+            self._eviction = self._capacity_guard.eviction(num_blocks)
+            if self._eviction.num_blocks:
+                return False
+            self._eviction = None
         applied.reject(RejectReason.INDEX_FULL, num_blocks)
         return True
 
@@ -177,17 +181,11 @@ class _KernelEvents:
         self._block_store = parts.capacity_guard.block_store
         self._query_waiting = query_waiting
         self._version = self._block_store.version
+        self._buffers, self._repeated_stores = parts.buffers, parts.repeated_stores
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
-        self._scratch: U64 = np.empty(3 * _MIN_SCRATCH, dtype=np.uint64)
         # What stays the same between calls, until an array grows or a rank comes or goes.
         self._bundles: dict[Rank, Bundle] = {}
         self._seen_version = 0
-        self._make_payload(_MIN_PAYLOAD)
-
-    @property
-    def extra_nbytes(self) -> int:
-        """Bytes of memory of the buffers that events pass through, beyond LEAST_NBYTES."""
-        return int(self._scratch.nbytes) + len(self._payload) - LEAST_NBYTES
 
     @property
     def needs_decision(self) -> bool:
@@ -197,8 +195,13 @@ class _KernelEvents:
     @property
     def num_over(self) -> int:
         """How many blocks the event at which the last call ended has, if the bounds forbid them."""
-        is_over = self._counts[kernels.WHY] in (kernels.NEEDS_ROOM, kernels.OVER_LIMIT)
+        is_over = self.is_over_bytes or self._counts[kernels.WHY] == kernels.OVER_LIMIT
         return int(self._counts[kernels.NUM_WANTED]) if is_over else 0
+
+    @property
+    def is_over_bytes(self) -> bool:
+        """Whether it is the bound by bytes that forbids them."""
+        return bool(self._counts[kernels.WHY] == kernels.NEEDS_ROOM)
 
     def apply_records(
         self, rank: Rank, hash_space: HashSpace, records: Records, first: int, max_blocks: int,
@@ -218,11 +221,13 @@ class _KernelEvents:
         self, rank: Rank, hash_space: HashSpace, payload: bytes
     ) -> tuple[ApplyResult, int]:
         """What became of a payload, and the number of the event that needs a decision; -1: none."""
+        buffers = self._buffers
         try:
             end = len(payload)
-            if end > self._max_payload:
-                self._make_payload(2 * end)
-            self._payload[:end] = payload
+            if end > buffers.max_payload:
+                buffers.reserve_payload(end)
+            # Copied, as NumPy takes five times as long to look at bytes where they are.
+            buffers.payload[:end] = payload
         except TypeError as error:
             raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
         result = apply_packed(0, 0, end, self._bundle_for(rank, hash_space))
@@ -243,12 +248,6 @@ class _KernelEvents:
         applied.num_stored += result & kernels.STORED_MASK
         applied.num_removed += result >> kernels.REMOVED_SHIFT
         return applied, -1
-
-    def _make_payload(self, num_bytes: int) -> None:
-        # A payload is copied: NumPy takes five times as long to look at bytes where they are.
-        self._payload = bytearray(num_bytes + PADDING)
-        self._max_payload = num_bytes
-        self._bundles.clear()
 
     def _bundle_for(self, rank: Rank, hash_space: HashSpace) -> U64:
         if self._seen_version == self._version.count:
@@ -276,10 +275,11 @@ class _KernelEvents:
             self._hash_spaces.members_of(hash_space),
             expected,
             of_rank,
-            self._scratch,
-            np.frombuffer(self._payload, dtype=np.uint8),
+            self._buffers.blocks,
+            np.frombuffer(self._buffers.payload, dtype=np.uint8),
             self._counts,
             self._query_waiting,
+            self._repeated_stores.flag_of(number),
         )
 
     def _count(self, rank: Rank, hash_space: HashSpace, applied: ApplyResult) -> bool:
@@ -306,7 +306,6 @@ class _KernelEvents:
         else:
             hash_space.table.reserve(num_blocks)
             self._block_store.reserve(holder, num_blocks)
-        if 3 * num_blocks > len(self._scratch):
-            self._scratch = np.empty(6 * num_blocks, dtype=np.uint64)
+        self._buffers.reserve_blocks(num_blocks)
         self._version.count += 1
         return True

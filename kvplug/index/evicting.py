@@ -50,19 +50,18 @@ class EvictionStats:
     num_memberships: int = 0
 
 
-def _num_words(num_hashes: int) -> int:
-    return max(_MIN_WORDS, int(_WORDS_PER_HASH * num_hashes))
-
-
 class EvictedHashFilter:
     """Engine hashes of evicted blocks: at least the last `capacity` of them, in two filters.
 
     A store behind such a block is no sign of a lost event (kvplug/index/block_index.py).
     """
 
-    def __init__(self) -> None:
-        self.words: U64 = np.zeros(0, dtype=np.uint64)
-        self._before: U64 = self.words
+    def __init__(self, max_nbytes: int | None = None) -> None:
+        """With `max_nbytes` both filters are there from the start, as large as they may be."""
+        num_words = 0 if max_nbytes is None else max_nbytes // (2 * 8)
+        self.words: U64 = np.zeros(num_words, dtype=np.uint64)
+        self._before: U64 = np.zeros(num_words, dtype=np.uint64)
+        self._most_words = max_nbytes and num_words
         self._num_left = 0
 
     @property
@@ -70,16 +69,14 @@ class EvictedHashFilter:
         """Bytes of memory of both filters."""
         return int(self.words.nbytes + self._before.nbytes)
 
-    def nbytes_for(self, capacity: int) -> int:
-        """Bytes of memory after evictions from an index of so many blocks."""
-        return max(self.nbytes, 2 * 8 * _num_words(capacity))
-
     def reserve(self, num_hashes: int, capacity: int) -> U64:
-        """A filter that takes as many more hashes."""
+        """A filter that takes as many more hashes, or as it can."""
         if self._num_left < num_hashes:
+            num_words = max(_MIN_WORDS, int(_WORDS_PER_HASH * max(capacity, num_hashes)))
+            num_words = self._most_words or num_words
             self._before = self.words
-            self.words = np.zeros(_num_words(max(capacity, num_hashes)), dtype=np.uint64)
-            self._num_left = max(capacity, num_hashes)
+            self.words = np.zeros(num_words, dtype=np.uint64)
+            self._num_left = int(num_words / _WORDS_PER_HASH)
         self._num_left -= num_hashes
         return self.words
 

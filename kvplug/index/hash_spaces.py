@@ -15,15 +15,16 @@ import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
 from kvplug.events import Rank, SequenceHash
+from kvplug.hashing import as_hashes
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_store import NO_ENGINE_HASHES, BlockStore, HashSpaceArrays
-from kvplug.index.hash_table import HashTable
+from kvplug.index.hash_table import HashTable, least_nbytes
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.kernels import checking
 
 U64 = npt.NDArray[np.uint64]
 
-_MIN_HASHES = 800
+_MIN_HASHES = 800  # not where memory is bounded, as there may be a hash space for each rank
 
 
 class HashSpace:
@@ -32,7 +33,7 @@ class HashSpace:
     def __init__(self, version: ArrayVersion, slots: U64 | None = None) -> None:
         self.ranks: set[Rank] = set()
         self.table = HashTable(version, slots)
-        self.table.reserve(0 if slots is not None else _MIN_HASHES)
+        self.table.reserve(0 if slots is not None or version.is_tight else _MIN_HASHES)
 
 
 class HashSpaces:
@@ -42,7 +43,7 @@ class HashSpaces:
     """
 
     def __init__(self, numbers: HolderNumbers, block_store: BlockStore) -> None:
-        self.numbers, self._block_store, self._version = numbers, block_store, block_store.version
+        self.numbers, self.block_store, self._version = numbers, block_store, block_store.version
         self._hash_space_of: dict[Rank, HashSpace] = {}
         self.common = HashSpace(self._version)
 
@@ -67,6 +68,14 @@ class HashSpaces:
     def nbytes(self) -> int:
         """Bytes of memory of their tables."""
         return sum(hash_space.table.nbytes for hash_space in self.all)
+
+    def least_nbytes(self, num_hashes: int) -> int:
+        """Bytes of memory if so many engine hashes came into one, and none were in the others."""
+        return least_nbytes(num_hashes) + (len(self.all) - 1) * least_nbytes(0)
+
+    def shrink(self) -> bool:
+        """Have a table give memory back that it does not need; False if there is not much."""
+        return any(hash_space.table.shrink() for hash_space in self.all)
 
     def ranks_of(self, worker: str) -> list[Rank]:
         """The ranks of a worker."""
@@ -107,7 +116,7 @@ class HashSpaces:
         """uint64[words], the holders of its ranks as bits; NO_ENGINE_HASHES if all ranks are."""
         if len(hash_space.ranks) == len(self.numbers):
             return NO_ENGINE_HASHES
-        return self._block_store.sets.mask_of(self.numbers.holders_of(hash_space.ranks))
+        return self.block_store.sets.mask_of(self.numbers.holders_of(hash_space.ranks))
 
     def arrays_of(self, hash_space: HashSpace) -> HashSpaceArrays:
         """Its arrays as they are now; they are replaced as the table or the fleet grows."""
@@ -117,7 +126,7 @@ class HashSpaces:
         """The sequence hash of what the rank calls by an engine hash, None if it is unknown."""
         if engine_hash is None:
             return None
-        hash_ = int(self.of(rank).table.find(np.array([engine_hash], dtype=np.uint64))[0])
+        hash_ = int(self.of(rank).table.find(as_hashes([engine_hash]))[0])
         return SequenceHash(hash_) if hash_ else None
 
     def part(self, rank: Rank) -> None:
@@ -129,9 +138,9 @@ class HashSpaces:
         engine_hashes, hashes = common.table.items()
         common.ranks.discard(rank)
         self.add(rank, own)
-        mine = self._block_store.which_held(hashes, self.numbers.holders_of(own.ranks))
+        mine = self.block_store.which_held(hashes, self.numbers.holders_of(own.ranks))
         own.table.put(engine_hashes[mine], hashes[mine])
-        theirs = self._block_store.which_held(hashes, self.numbers.holders_of(common.ranks))
+        theirs = self.block_store.which_held(hashes, self.numbers.holders_of(common.ranks))
         common.table.erase(engine_hashes[~theirs])
         self._version.count += 1
 
@@ -146,7 +155,7 @@ class HashSpaces:
     def _check(self, hash_space: HashSpace) -> None:
         hash_space.table.check()
         slots, members = self.arrays_of(hash_space)
-        held, words = self._block_store, self._block_store.sets.words
+        held, words = self.block_store, self.block_store.sets.words
         seen = np.zeros(held.table.capacity // 8 + 1, dtype=np.uint8)
         arrays = held.table.slots, held.runs.words, held.sets.bits, words, members
         num_hashes = checking.count_engine_hashes(slots, *arrays, seen)

@@ -15,16 +15,19 @@ from kvplug.kernels import table as kernels
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
-_MIN_CAPACITY = 64
+_MIN_CAPACITY = 8
 # Growing a small table costs as much as storing, mostly in pages that are touched for the first
 # time (kvplug/index/arrays.py): so it grows to 256 KiB, to one huge page, and only then by
 # little. Doubling instead took three times as long, from empty to 2 MiB.
 _STEPS = 2**14, kernels.LARGE
 _GROWTH = 1.15
+# What a table gives back is at least so much of it, and it keeps room to grow: with each change of
+# size all entries move.
+_LEAST_SHRINKAGE, _SPARE = 1 / 8, 1 / 16
 
 
 class HashTable:
-    """len(), find, put, erase, batched; never shrinks below what it needed once.
+    """len(), find, put, erase, batched; it only gets smaller by `shrink`.
 
     `slots` may be changed by a kernel in between, after `reserve`; `version` counts when it has
     become another array.
@@ -98,8 +101,18 @@ class HashTable:
     def reserve(self, num_more: int) -> None:
         """Make room, so that as many entries can come and one slot stays empty."""
         capacity = self._capacity_for(num_more)
-        if capacity == self.capacity:
-            return
+        if capacity != self.capacity:
+            self._move(capacity)
+
+    def shrink(self) -> bool:
+        """Give memory back that the entries do not need; False if there is not much of it."""
+        capacity = _least_capacity(len(self) + int(_SPARE * len(self)))
+        if capacity > (1 - _LEAST_SHRINKAGE) * self.capacity:
+            return False
+        self._move(capacity)
+        return True
+
+    def _move(self, capacity: int) -> None:
         slots = _empty(capacity)
         slots[-1] = self.limit
         kernels.rehash(self.slots, slots)
@@ -139,12 +152,16 @@ def _most_entries(capacity: int) -> int:
     return (2 if capacity < kernels.LARGE else 4) * capacity // 5 - 1
 
 
+def least_nbytes(num_entries: int) -> int:
+    """Bytes of memory of the smallest table with so many entries."""
+    return 16 * (_least_capacity(num_entries) + 1)
+
+
 def _least_capacity(num_entries: int) -> int:
     """The smallest that has room for so many."""
     sparse = (5 * (num_entries + 1) + 1) // 2
-    return (
-        sparse if sparse < kernels.LARGE else max(kernels.LARGE, (5 * (num_entries + 1) + 3) // 4)
-    )
+    dense = max(kernels.LARGE, (5 * (num_entries + 1) + 3) // 4)
+    return max(_MIN_CAPACITY, sparse if sparse < kernels.LARGE else dense)
 
 
 def _empty(capacity: int) -> U64:

@@ -28,7 +28,8 @@ class HolderNumbers:
     """Who is behind a number, and which numbers a rank has.
 
     owner: int64[a power of two, at least 64], who is behind each holder: NUM_CLASSES * rank number
-    + tier, -1 nobody, below that a pool (kernels/prefix_lengths.py).
+    + tier, -1 nobody, below that a pool (kernels/prefix_lengths.py) or a KV cache group
+    (kvplug/index/cache_groups.py), which is as a pool that nobody can read.
     readers: int64[n], the ranks that can read each pool, the one that put the copies there first.
     """
 
@@ -41,6 +42,7 @@ class HolderNumbers:
         self._holder_of_tier: dict[int, I64] = {}
         self._pools: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._pools_of: dict[int, list[int]] = {}
+        self._groups_of: dict[int, list[int]] = {}
         self.readers: I64 = np.zeros(0, dtype=np.int64)
 
     def __contains__(self, rank: Rank) -> bool:
@@ -72,12 +74,15 @@ class HolderNumbers:
         return number
 
     def load(
-        self, ranks: list[Rank | None], owner: I64, pools: dict[int, tuple[int, tuple[str, ...]]]
-    ) -> None:
+        self, ranks: list[Rank | None], owner: I64, pools: dict[int, tuple[int, tuple[str, ...]]],
+        groups: dict[int, list[int]],
+    ) -> None:  # fmt: skip
         """Be what other numbers were; there are none here yet.
 
-        pools: holder -> number of the rank that put the copies there, workers that can read them.
+        pools: holder -> number of the rank that put the copies there, workers that can read them;
+        groups: number of the rank -> holders of its KV cache groups.
         """
+        self._groups_of = groups
         self.ranks, self.owner, self._pools = ranks, owner, pools
         self._number_of = {rank: n for n, rank in enumerate(ranks) if rank is not None}
         for holder, (rank_number, _) in pools.items():
@@ -99,7 +104,21 @@ class HolderNumbers:
             holder = self._holder_of.pop((number, tier), None)
             if holder is not None:
                 self.owner[holder] = _NOBODY
+        self.owner[self._groups_of.pop(number, [])] = _NOBODY
         self.remove_pools(self.pools_of(number))
+
+    def add_group(self, rank_number: int) -> int:
+        """A holder number for the blocks of a KV cache group of the rank."""
+        holder = self._free_holder()
+        self._groups_of.setdefault(rank_number, []).append(holder)
+        self._list_readers()
+        self._version.count += 1
+        return holder
+
+    @property
+    def groups(self) -> dict[int, list[int]]:
+        """Number of a rank -> holders of its KV cache groups."""
+        return {number: list(holders) for number, holders in self._groups_of.items()}
 
     def add_pool(self, rank_number: int, workers: tuple[str, ...]) -> int:
         """A holder number for copies of the rank in a pool that these workers can read, too.
@@ -160,11 +179,13 @@ class HolderNumbers:
         return holders
 
     def holders(self, rank_number: int, tier: Tier | None = None) -> list[int]:
-        """The holder numbers that the rank has, in one tier or in all and in pools."""
-        tiers = Tier if tier is None else (tier,)
-        keys = [(rank_number, t) for t in tiers]
+        """The holder numbers that the rank has, in one tier or in all and in pools; those of KV
+        cache groups are on the device.
+        """
+        keys = [(rank_number, each) for each in (Tier if tier is None else (tier,))]
         pools = self.pools_of(rank_number) if tier is None else []
-        return [self._holder_of[key] for key in keys if key in self._holder_of] + pools
+        groups = self._groups_of.get(rank_number, []) if tier in (None, Tier.DEVICE) else []
+        return [self._holder_of[key] for key in keys if key in self._holder_of] + pools + groups
 
     def holders_of(self, ranks: Iterable[Rank]) -> list[int]:
         """The holder numbers that these ranks have, in all tiers and in pools."""
@@ -173,12 +194,13 @@ class HolderNumbers:
     def check(self) -> None:
         """Pools and their readers agree with the fleet; raises IndexCorruptError."""
         pools = np.flatnonzero(self.owner < _NOBODY).tolist()
-        if pools != sorted(self._pools):
-            raise IndexCorruptError("numbers: a pool is nobody's")
+        groups = [holder for holders in self._groups_of.values() for holder in holders]
+        if pools != sorted([*self._pools, *groups]):
+            raise IndexCorruptError("numbers: a pool or a KV cache group is nobody's")
         for holder in pools:
             first = _NOBODY - int(self.owner[holder])
             readers = self.readers[first : first + int(self.readers[first - 1])].tolist()
-            if readers != self.readers_of(holder):
+            if readers != ([] if holder in groups else self.readers_of(holder)):
                 raise IndexCorruptError("numbers: others can read a pool than the fleet says")
 
     def _list_readers(self) -> None:
@@ -186,6 +208,9 @@ class HolderNumbers:
         readers: list[int] = []
         for holder in self._pools:
             readers += self._readers_behind(len(readers), holder)
+        for holders in self._groups_of.values():
+            self.owner[holders] = _NOBODY - 1 - len(readers)
+            readers.append(0)
         self.readers = np.array(readers, dtype=np.int64)
 
     def _readers_behind(self, first: int, holder: int) -> list[int]:

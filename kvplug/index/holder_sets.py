@@ -29,17 +29,27 @@ class HolderSets:
 
     def __init__(self, version: ArrayVersion | None = None) -> None:
         self.words = 1
-        self.bits: U64 = np.zeros(_MIN_SETS, dtype=np.uint64)
-        self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
-        self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
-        self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
-        self.header: I64 = np.zeros(kernels.NUM_HELD + 64, dtype=np.int64)
-        self.header[: kernels.NUM_HELD] = self.words, 1, 0
         self._version = version or ArrayVersion()
+        self.start_over()
 
     def __len__(self) -> int:
         """Number of distinct sets in use, the empty one not counted."""
         return int(self.header[kernels.NUM_LIVE])
+
+    def start_over(self) -> None:
+        """Give memory back; no set may be in use."""
+        self.bits: U64 = np.zeros(_MIN_SETS * self.words, dtype=np.uint64)
+        self.meta: U64 = np.zeros(2 * _MIN_SETS, dtype=np.uint64)
+        self.meta[3::2] = np.arange(2, _MIN_SETS + 1)
+        self.intern: U32 = np.zeros(int(_MIN_SETS / _MAX_LOAD), dtype=np.uint32)
+        self.header: I64 = np.zeros(kernels.NUM_HELD + 64 * self.words, dtype=np.int64)
+        self.header[: kernels.NUM_HELD] = self.words, 1, 0
+        self._version.count += 1
+
+    @property
+    def least_nbytes(self) -> int:
+        """Bytes of memory as at the start."""
+        return _MIN_SETS * (8 * self.words + 16) + 4 * int(_MIN_SETS / _MAX_LOAD)
 
     def load(self, bits: U64, meta: U64, intern: U32, header: I64) -> None:
         """Be what other sets were whose arrays these are."""

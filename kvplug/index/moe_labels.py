@@ -68,6 +68,10 @@ class MoeLabels(BlockAnnotation):
         """Bytes of memory of the table."""
         return self.table.nbytes
 
+    def shrink(self) -> bool:
+        """Make the table as small as its labels."""
+        return self.table.shrink()
+
     @property
     def num_labels(self) -> int:
         """How many labels have numbers."""

@@ -21,6 +21,7 @@ Expected = tuple[npt.NDArray[Any], ...]
 
 _COUNT = np.dtype(np.int64)
 NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
+NO_GROUPS: I64 = np.zeros(0, dtype=np.int64)
 NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, np.int64))
 
 
@@ -106,12 +107,12 @@ class PrefixQuery:
     """overlap, overlap_many of the index as it was at `seen_version`; made anew when that changes.
 
     owner, readers, credits: who is behind each holder (kernels/prefix_lengths.py, Holders);
-    expected: ExpiringBlocks.query_arrays.
+    expected: ExpiringBlocks.query_arrays; groups: CacheGroups.arrays.
     """
 
     def __init__(
         self, block_store: BlockStore, owner: I64, readers: I64, credits: F64,
-        expected: Expected = NOTHING_EXPECTED,
+        expected: Expected = NOTHING_EXPECTED, groups: I64 = NO_GROUPS,
     ) -> None:  # fmt: skip
         self.seen_version = block_store.version.count
         self._num_ranks = len(credits) - prefix_lengths.NUM_MASKS
@@ -121,7 +122,7 @@ class PrefixQuery:
         )
         self.bundle = Bundle(
             block_store.table.slots, block_store.runs.words, block_store.sets.bits,
-            block_store.sets.header, owner, readers, credits, scratch, *expected,
+            block_store.sets.header, owner, readers, credits, scratch, groups, *expected,
         )  # fmt: skip
 
     def new_rows(self) -> I64:

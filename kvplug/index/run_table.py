@@ -24,16 +24,22 @@ class RunTable:
     """len(), reserve; the words of all runs as arrays by run number."""
 
     def __init__(self, version: ArrayVersion | None = None, words: U64 | None = None) -> None:
-        self.words: U64 = np.zeros(0, dtype=np.uint64) if words is None else words
         self._version = version or ArrayVersion()
         if words is None:
-            self._grow(_MIN_RUNS)
-            self.words[int(kernels.START)] = 1
-            self.words[int(kernels.USED)] = 1
+            self.start_over()
+        else:
+            self.words: U64 = words
 
     def __len__(self) -> int:
         """Number of runs."""
         return int(self.words[int(kernels.END)])
+
+    def start_over(self) -> None:
+        """Give memory back; there may be no run."""
+        self.words = np.zeros(0, dtype=np.uint64)
+        self._grow(_MIN_RUNS)
+        self.words[int(kernels.START)] = 1
+        self.words[int(kernels.USED)] = 1
 
     @property
     def capacity(self) -> int:
@@ -100,6 +106,11 @@ class RunTable:
     def grown_nbytes(self, num_more: int) -> int:
         """Bytes of memory that the array would have after `reserve`."""
         return 8 * kernels.WIDTH * self._capacity_for(num_more)
+
+    @staticmethod
+    def least_nbytes(num_runs: int) -> int:
+        """Bytes of memory of an array that had no run before so many came."""
+        return 8 * kernels.WIDTH * max(_MIN_RUNS, num_runs + 2)
 
     def reserve(self, num_more: int) -> None:
         """Make room for as many runs."""

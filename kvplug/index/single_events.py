@@ -8,15 +8,16 @@ What is not certain is refused and counted, never guessed (kvplug/index/apply_re
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.errors import HashingError
 from kvplug.events import (
+    PARTIAL_ATTENTION,
     AllBlocksCleared,
     BlockCopied,
     BlockRemoved,
@@ -33,21 +34,31 @@ from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_annotation import EventBlocks, NamesBlocks
 from kvplug.index.block_store import BlockSpan
 from kvplug.index.bounds import CapacityGuard
+from kvplug.index.cache_groups import CacheGroups
+from kvplug.index.event_buffers import EventBuffers
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 
 U64 = npt.NDArray[np.uint64]
 
+_TIERS = frozenset([*Tier, None])
+
 
 class IndexParts(NamedTuple):
-    """What events change; `hash_spaces` has the numbers, `capacity_guard` the block store."""
+    """What events change, and the buffers that they pass through; `hash_spaces` has the numbers,
+    `capacity_guard` the block store.
+    """
 
     hasher: BlockHasher
     hash_spaces: HashSpaces
     capacity_guard: CapacityGuard
     speculative: ExpiringBlocks
     annotations: Annotations
+    cache_groups: CacheGroups
+    repeated_stores: RepeatedStores
+    buffers: EventBuffers
 
 
 class SingleEvents:
@@ -61,11 +72,20 @@ class SingleEvents:
         self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
         self._capacity_guard = parts.capacity_guard
         self._block_store = parts.capacity_guard.block_store
-        self._annotations = parts.annotations
+        self._annotations, self._cache_groups = parts.annotations, parts.cache_groups
+        self._repeated_stores = parts.repeated_stores
         self._clear = clear
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
-        """Remember one event."""
+        """Remember one event; one with a value that no event can have is refused as a whole."""
+        if getattr(event, "tier", None) not in _TIERS:
+            return applied.reject(RejectReason.BAD_VALUE, _num_blocks(event))
+        try:
+            return self._apply(rank, event, applied)
+        except HashingError:
+            return applied.reject(RejectReason.BAD_VALUE, _num_blocks(event))
+
+    def _apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         match event:
             case BlockStored():
                 self._store(rank, event, applied)
@@ -98,12 +118,15 @@ class SingleEvents:
                 seed = event.seed if parent is None else self._block_store.seed_of(parent)
                 engine_hashes, hashes = as_hashes(event.engine_hashes), as_hashes(event.hashes)
                 span = BlockSpan(hashes, parent or 0, seed, engine_hashes)
-                return self._hold(rank, event, span, applied)
+                holder = self._numbers.holder(self._numbers.number_of(rank), event.tier)
+                return self._hold(rank, event, span, holder, applied)
 
     def _store(self, rank: Rank, event: BlockStored, applied: ApplyResult) -> None:
         num_blocks = len(event.block_hashes)
         if event.block_size != self._hasher.block_size:
-            return applied.reject(RejectReason.BLOCK_SIZE, num_blocks)
+            is_part = event.attention in PARTIAL_ATTENTION
+            reason = RejectReason.GROUP_BLOCK_SIZE if is_part else RejectReason.BLOCK_SIZE
+            return applied.reject(reason, num_blocks)
         if event.block_size + event.bigrams != self._hasher.window:
             return applied.reject(RejectReason.BIGRAM_TOKENS, num_blocks)
         parent = self._hash_spaces.hash_of(rank, event.parent)
@@ -113,55 +136,84 @@ class SingleEvents:
         hashes = self._hasher.sequence_hashes(
             as_tokens(event.token_ids), seed, parent=parent, extra_keys=event.extra_keys
         )
-        if len(hashes) != num_blocks:
+        if len(hashes) != num_blocks or len(event.extra_keys) > num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
-        span = BlockSpan(hashes, parent or 0, seed, _as_u64(event.block_hashes))
-        return self._hold(rank, event, span, applied)
+        holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
+        if holder is None:
+            return applied.reject(RejectReason.GROUP_TIER, num_blocks)
+        span = BlockSpan(hashes, parent or 0, seed, as_hashes(event.block_hashes))
+        return self._hold(rank, event, span, holder, applied)
 
     def _hold(
-        self, rank: Rank, event: BlockStored | PackedStored, span: BlockSpan, applied: ApplyResult
-    ) -> None:
+        self, rank: Rank, event: BlockStored | PackedStored, span: BlockSpan, holder: int,
+        applied: ApplyResult,
+    ) -> None:  # fmt: skip
         number, num_blocks = self._numbers.number_of(rank), len(span.hashes)
-        holder, hash_space = self._numbers.holder(number, event.tier), self._hash_spaces.of(rank)
+        hash_space = self._hash_spaces.of(rank)
         if not self._capacity_guard.make_room(hash_space, holder, span.hashes):
             return applied.reject(RejectReason.INDEX_FULL, num_blocks)
-        if span.parent and not self._block_store.table.find(_as_u64((span.parent,)))[0]:
+        if span.parent and not self._block_store.table.find(as_hashes((span.parent,)))[0]:
             return applied.reject(RejectReason.PARENT_EVICTED, num_blocks)
         hash_space.table.reserve(num_blocks)
         arrays = self._hash_spaces.arrays_of(hash_space)
-        if self._block_store.store(holder, span, arrays) is not None:
+        concerns_annotation = self._annotations.concern(event)
+        if not concerns_annotation and self._is_report(number, event, span, holder):
+            applied.num_stored += num_blocks
+        elif self._block_store.store(holder, span, arrays) is not None:
             self._speculative.confirm(number, span.hashes)
             applied.num_stored += num_blocks
-            if self._annotations.concern(event):
+            if concerns_annotation:
                 blocks = self._blocks(rank, span.engine_hashes, span.hashes)
                 self._annotations.on_stored(blocks, event, applied)
         elif len(hash_space.ranks) > 1 and len(np.unique(span.engine_hashes)) == num_blocks:
             # Its engine hashes are not the others': another algorithm, another seed.
             self._hash_spaces.part(rank)
-            self._hold(rank, event, span, applied)
+            self._hold(rank, event, span, holder, applied)
         else:
             applied.reject(RejectReason.CONFLICTING_HASH, num_blocks)
         return None
 
+    def _is_report(
+        self, rank_number: int, event: BlockStored | PackedStored, span: BlockSpan, holder: int
+    ) -> bool:
+        """Whether an event brings no further copies (kvplug/index/repeated_stores.py).
+
+        The groups of hybrid models lose blocks apart, and what one lacks all compute anew.
+        """
+        if span.parent or event.tier is not Tier.DEVICE or isinstance(event, PackedStored):
+            return False
+        flag = self._repeated_stores.flag_of(rank_number)
+        if rank_number in self._cache_groups or (len(span.hashes) == 1 and not flag[0]):
+            return False
+        hash_space = self._hash_spaces.of(self._numbers.rank(rank_number))
+        is_held = self._block_store.which_held(span.hashes, [holder])
+        if is_held.all() and (hash_space.table.find(span.engine_hashes) == span.hashes).all():
+            flag[0] = 1
+            return True
+        return False
+
     def _copy(self, rank: Rank, event: BlockCopied, applied: ApplyResult) -> None:
         """An engine hash stands for one content, known if a rank of the hash space holds it."""
-        engine_hashes = _as_u64(event.block_hashes)
+        engine_hashes = as_hashes(event.block_hashes)
+        holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
+        if holder is None:
+            return applied.reject(RejectReason.GROUP_TIER, len(engine_hashes))
         hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
         blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
         num_known = len(blocks.hashes)
-        holder = self._numbers.holder(blocks.rank_number, event.tier)
         self._block_store.copy(holder, blocks.hashes)
         applied.num_stored += num_known
         applied.reject(RejectReason.NO_TOKENS, len(hashes) - num_known)
         if self._annotations.concern(event):
             self._annotations.on_stored(blocks, event, applied)
+        return None
 
     def _remove(self, rank: Rank, event: BlockRemoved, applied: ApplyResult) -> None:
         number, hash_space = self._numbers.number_of(rank), self._hash_spaces.of(rank)
-        holder, engine_hashes = (
-            self._numbers.holder(number, event.tier),
-            _as_u64(event.block_hashes),
-        )
+        engine_hashes = as_hashes(event.block_hashes)
+        holder = self._cache_groups.holder_of(number, event.group, event.tier)
+        if holder is None:
+            return applied.reject(RejectReason.UNKNOWN_BLOCK, len(engine_hashes))
         # With the last copy in a hash space goes the engine hash: look before.
         hashes = hash_space.table.find(engine_hashes) if self._annotations.need_all_events else None
         arrays = self._hash_spaces.arrays_of(hash_space)
@@ -172,6 +224,7 @@ class SingleEvents:
             is_known = hashes != 0
             blocks = self._blocks(rank, engine_hashes[is_known], hashes[is_known])
             self._annotations.on_removed(blocks)
+        return None
 
     def _why_unknown(self, parent: int) -> RejectReason:
         # A parent that the index gave up itself is no sign of a lost event.
@@ -180,7 +233,7 @@ class SingleEvents:
 
     def _annotate(self, rank: Rank, event: NamesBlocks, applied: ApplyResult) -> None:
         """An event that only an annotation understands."""
-        engine_hashes = _as_u64(tuple(dict.fromkeys(event.block_hashes)))
+        engine_hashes = as_hashes(tuple(dict.fromkeys(event.block_hashes)))
         hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
         applied.reject(RejectReason.UNKNOWN_BLOCK, int((hashes == 0).sum()))
         blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
@@ -198,9 +251,10 @@ class SingleEvents:
         return BASE_SEED if parent is None else self._block_store.seed_of(parent)
 
 
+def _num_blocks(event: Event) -> int:
+    hashes = getattr(event, "block_hashes", ())
+    return len(hashes) if isinstance(hashes, Sized) else 1
+
+
 def _as_engine_hashes(numbers: U64Like) -> tuple[EngineHash, ...]:
     return tuple(map(EngineHash, np.asarray(numbers).tolist()))
-
-
-def _as_u64(numbers: Sequence[int]) -> U64:
-    return np.frombuffer(array("Q", numbers), dtype=np.uint64)

@@ -26,6 +26,7 @@ from kvplug.index.block_annotation import BlockAnnotation
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
+from kvplug.index.cache_groups import CacheGroup, GroupKind, RankGroups
 from kvplug.index.hash_table import require_sound
 from kvplug.kernels import holders, prefix_lengths, runs
 
@@ -35,8 +36,9 @@ Arrays = dict[str, npt.NDArray[Any]]
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-LAYOUT = 2
-"""Of the settings and arrays of an index; in layout 1 annotations were part of the index."""
+LAYOUT = 4
+"""Of the settings and arrays of an index; in layout 1 annotations were part of the index, layout 2
+forgot `bigrams`, layout 3 had no KV cache groups."""
 
 
 class _Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +49,23 @@ class _Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: tuple[str, ...]
 
 
+class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A KV cache group that is not the main one of its rank."""
+
+    number: int
+    holder: int
+    attention: str
+    sliding_window: int | None
+
+
+class _RankGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """rank: its number."""
+
+    rank: int
+    main: int | None
+    others: list[_Group]
+
+
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ranks, confidence: by number, ranks None where one is free; hash_spaces: the ranks of each,
     of which number `common` takes new ranks; annotations: what each one says of itself.
@@ -54,11 +73,13 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     layout: int
     block_size: int
+    bigrams: bool
     ranks: list[Rank | None]
     confidence: list[float]
     hash_spaces: list[list[Rank]]
     common: int
     pools: list[_Pool]
+    groups: list[_RankGroups]
     annotations: dict[str, Any]
 
 
@@ -78,11 +99,13 @@ class Snapshot:
         self._settings = _Settings(
             layout=LAYOUT,
             block_size=index.block_size,
+            bigrams=index.bigrams,
             ranks=list(index.numbers.ranks),
             confidence=index.confidence.tolist(),
             hash_spaces=[sorted(hash_space.ranks) for hash_space in hash_spaces],
             common=hash_spaces.index(index.hash_spaces.common),
             pools=[_Pool(holder, *behind) for holder, behind in pools.items()],
+            groups=[_rank_groups(*each) for each in index.cache_groups.items()],
             annotations=annotations,
         )
 
@@ -115,11 +138,13 @@ def restore(
         _require_sound(settings, file.arrays)
         index = BlockIndex(
             settings.block_size,
+            bigrams=settings.bigrams,
             speculative_ttl_s=speculative_ttl_s,
             bounds=bounds,
             annotations=annotations,
         )
         _fill(index, settings, file.arrays)
+        index.capacity_guard.settle()
         index.check()
     except (msgspec.ValidationError, ConfigError, IndexCorruptError, SnapshotError) as error:
         raise SnapshotError(f"cannot restore an index from {path}: {error}") from error
@@ -132,13 +157,28 @@ def _table_names(num_hash_spaces: int) -> list[str]:
 
 def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
     pools = {pool.holder: (pool.rank, pool.workers) for pool in settings.pools}
-    index.numbers.load(settings.ranks, arrays["owner"], pools)
+    holders_of = {each.rank: [group.holder for group in each.others] for each in settings.groups}
+    index.numbers.load(settings.ranks, arrays["owner"], pools, holders_of)
+    index.cache_groups.load({each.rank: _groups_of(each) for each in settings.groups})
     index.block_store.load([arrays[name] for name in ARRAYS])
     tables = [arrays[name] for name in _table_names(len(settings.hash_spaces))]
     index.hash_spaces.load(settings.hash_spaces, tables, settings.common)
     of_annotations = {name: array for name, array in arrays.items() if "." in name}
     index.annotations.load(settings.annotations, of_annotations)
     index.confidence = np.array(settings.confidence, dtype=np.float64)
+
+
+def _rank_groups(rank_number: int, groups: RankGroups) -> _RankGroups:
+    others = [_Group(number, other.holder, *other.kind) for number, other in groups.others.items()]
+    return _RankGroups(rank_number, groups.main, others)
+
+
+def _groups_of(saved: _RankGroups) -> RankGroups:
+    others = {
+        each.number: CacheGroup(each.holder, GroupKind(each.attention, each.sliding_window))
+        for each in saved.others
+    }
+    return RankGroups(saved.main, others)
 
 
 def _require_layout(file: snapshot_file.SnapshotFile) -> None:
@@ -213,8 +253,15 @@ def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     _require(0 <= settings.common < len(settings.hash_spaces), "no hash space takes new ranks")
     _require((owner < prefix_lengths.NUM_CLASSES * num_ranks).all(), "a holder is nobody known")
     pools = sorted(np.flatnonzero(owner < -1).tolist())
-    known_pools = sorted(pool.holder for pool in settings.pools)
-    _require(pools == known_pools, "pools and their holders do not pair up")
+    known_pools = [pool.holder for pool in settings.pools]
+    groups = [group.holder for each in settings.groups for group in each.others]
+    _require(pools == sorted(known_pools + groups), "pools and their holders do not pair up")
+    ranks_with_groups = [each.rank for each in settings.groups]
+    _require(len(set(ranks_with_groups)) == len(ranks_with_groups), "a rank has groups twice")
+    _require(
+        all(0 <= n < num_ranks and settings.ranks[n] is not None for n in ranks_with_groups),
+        "a KV cache group is nobody's",
+    )
     _require(all(0 <= pool.rank < num_ranks for pool in settings.pools), "a pool is nobody's")
     words = int(arrays["header"][holders.WORDS])
     held = np.bitwise_or.reduce(arrays["bits"].reshape(-1, words), axis=0)

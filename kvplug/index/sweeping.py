@@ -34,12 +34,20 @@ class Sweep(ABC):
     def __init__(self, block_store: BlockStore) -> None:
         self.block_store = block_store
         self.is_done = False
-        self._steps, self._budget = self._run(), 0
+        self._steps: Iterator[bool] | None = None
+        self._budget = 0
 
     def advance(self, max_steps: int) -> None:
         """Look at so many more runs or slots."""
+        if self.is_done:
+            return
         self._budget = max_steps
-        self.is_done = self.is_done or next(self._steps, True)
+        self._steps = self._steps or self._run()
+        self.is_done = next(self._steps, True)
+        if self.is_done:
+            # A suspended generator and its sweep refer to each other: together they would keep
+            # all arrays of the sweep until the next garbage collection.
+            self._steps = None
 
     def finish(self) -> None:
         """All the rest at once."""

@@ -136,10 +136,15 @@ def _compile(dispatcher: Any) -> None:
         del _WAITING[dispatcher]
 
 
-def compile_all() -> None:
-    """Compile every kernel that is imported, so that no first call waits for it."""
-    for dispatcher in list(_WAITING):
+def compile_all() -> list[str | None]:
+    """Compile every kernel that is imported, so that no first call waits for it.
+
+    Returns the folder of each that was waiting, None for one that no cache keeps.
+    """
+    waiting = list(_WAITING)
+    for dispatcher in waiting:
         _compile(dispatcher)
+    return [dispatcher._cache.cache_path for dispatcher in waiting]
 
 
 @cache

@@ -23,7 +23,7 @@ from kvplug.kernels.bundle import i64_of, u1_of, u64_of
 from kvplug.kernels.hashing import fill_sequence_hashes
 from kvplug.kernels.remove import NOT_HELD, can_remove, nothing_left, remove_from_holder
 from kvplug.kernels.residency import NUM_ARRAYS, Blocks, SpaceArrays, blocks_of, hash_of
-from kvplug.kernels.store import can_store, claim, hold
+from kvplug.kernels.store import can_store, claim, has_all, hold
 from kvplug.kernels.table import (
     NUM_PREFETCHED,
     capacity_of,
@@ -54,9 +54,10 @@ STORED_MASK = 2**REMOVED_SHIFT - 1
 _0, _1, _2, _8 = np.uint64(0), np.uint64(1), np.uint64(2), np.uint64(8)
 # The arrays of a bundle (kernels/bundle.py) behind those of the block store. EXPECTED: the table of
 # kernels/expiring.py. OF_RANK has, in a word each: the rank's mark in that table, and its holder in
-# each tier, -1 for none. IS_WANTED[0]: whether another thread waits for the index.
-SPACE_SLOTS, MEMBERS, EXPECTED, OF_RANK, SCRATCH, PAYLOAD, COUNTS, IS_WANTED = range(
-    NUM_ARRAYS, NUM_ARRAYS + 8
+# each tier, -1 for none. IS_WANTED[0]: whether another thread waits for the index. REPORTS[0]:
+# whether the engine has said again what it has (kvplug/index/repeated_stores.py).
+SPACE_SLOTS, MEMBERS, EXPECTED, OF_RANK, SCRATCH, PAYLOAD, COUNTS, IS_WANTED, REPORTS = range(
+    NUM_ARRAYS, NUM_ARRAYS + 9
 )
 
 
@@ -69,12 +70,16 @@ class _Scratch(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """What an event changes. `expected`: the table of kvplug/index/expiring.py."""
+    """What an event changes. expected: the table of kvplug/index/expiring.py; device: the holder of
+    what the rank has on its device; reports: REPORTS, or none of it if every store brings copies.
+    """
 
     blocks: Blocks
     space: SpaceArrays
     expected: U64
     mark: np.uint64
+    device: Index
+    reports: Bytes
 
 
 class _Record(NamedTuple):
@@ -94,10 +99,10 @@ def _scratch(bundle: U64) -> _Scratch:
 
 
 @inlined
-def _index(bundle: U64) -> _Index:
+def _index(bundle: U64, reports: Bytes) -> _Index:
     space = SpaceArrays(u64_of(bundle, SPACE_SLOTS), u64_of(bundle, MEMBERS))
-    mark = u64_of(bundle, OF_RANK)[0]
-    return _Index(blocks_of(bundle), space, u64_of(bundle, EXPECTED), mark)
+    mark, device = u64_of(bundle, OF_RANK)[0], np.int64(u64_of(bundle, OF_RANK)[1])
+    return _Index(blocks_of(bundle), space, u64_of(bundle, EXPECTED), mark, device, reports)
 
 
 @inlined
@@ -110,6 +115,20 @@ def _stop(why: Index, num_blocks: Index, out_counts: I64) -> bool:
     """False."""
     out_counts[WHY], out_counts[NUM_WANTED] = why, num_blocks
     return False
+
+
+@inlined
+def _is_report(index: _Index, at: U64) -> bool:
+    """Whether blocks from the start of a prompt are no further copies on the rank's device
+    (kvplug/index/repeated_stores.py).
+    """
+    reports = index.reports
+    if len(reports) == 0 or (len(at) == 1 and reports[0] == 0):
+        return False
+    if not has_all(index.blocks, index.device, at):
+        return False
+    reports[0] = 1
+    return True
 
 
 @inlined
@@ -130,7 +149,8 @@ def _hold(
     depth = _0 if parent == _0 else runs.depth_of(place) + _1
     if not claim(blocks, index.space, engine_hashes, hashes, depth, at):
         return _stop(NEEDS_DECISION, len(hashes), out_counts)
-    hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
+    if not (depth == _0 and holder == index.device and _is_report(index, at)):
+        hold(blocks, holder, hashes, at, depth, runs.run_of(place), parent, seed)
     if num_entries(index.expected) != _0:
         for i in range(len(hashes)):
             delete(index.expected, hashes[i] ^ index.mark)
@@ -240,7 +260,7 @@ def apply_records(
     """
     events, out_counts = wire.events_of(records), i64_of(bundle, COUNTS)
     query_waiting = u1_of(bundle, IS_WANTED)
-    index, scratch, num_blocks = _index(bundle), _scratch(bundle), 0
+    index, scratch, num_blocks = _index(bundle, u1_of(bundle, REPORTS)), _scratch(bundle), 0
     out_counts[:] = 0
     runs.tick(index.blocks.runs)
     for number in range(first, last):
@@ -309,7 +329,7 @@ def _prefetch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> No
 def _apply_payload(
     first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
 ) -> Index:
-    index, scratch = _index(bundle), _scratch(bundle)
+    index, scratch = _index(bundle, data[:0]), _scratch(bundle)
     runs.tick(index.blocks.runs)
     num_items, start = msgpack.array_header(data, 0)
     if num_items < 1 or data[start] != packed.VERSION:

@@ -11,18 +11,17 @@ only the holders that come or go are looked at. Classes of memory are DEVICE, HO
 Reference: plain loops over Python sets (tests/kernels/test_matching.py).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels import prefix_lengths, runs
+from kvplug.kernels import cache_groups, prefix_lengths, runs
 from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u8, void, writes
 from kvplug.kernels.bundle import f64_of, i64_of, u64_of
 from kvplug.kernels.expiring import extend
 from kvplug.kernels.holders import WORDS
+from kvplug.kernels.path import Path, last_of_run, run_at
 from kvplug.kernels.prefix_lengths import Holders, Out, Ranks
-from kvplug.kernels.table import capacity_of, find_slot, num_entries
+from kvplug.kernels.table import num_entries
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -36,64 +35,14 @@ DEPTH, CREDIT, NUM_ROWS = (
     prefix_lengths.NUM_SCOPES + 2,
 )
 # The arrays of a bundle (kernels/bundle.py). EXPECTED and what follows are those of
-# kernels/expiring.py, empty if nothing is ever expected.
+# kernels/expiring.py, empty if nothing is ever expected; GROUPS is that of kernels/cache_groups.py,
+# empty in a fleet without hybrid models.
 (
-    TABLE, RUNS, BITS, HEADER, OWNER, READERS, CREDITS, SCRATCH, EXPECTED, DEADLINES,
+    TABLE, RUNS, BITS, HEADER, OWNER, READERS, CREDITS, SCRATCH, GROUPS, EXPECTED, DEADLINES,
     EXPECTED_STATE,
-) = range(11)  # fmt: skip
+) = range(12)  # fmt: skip
 
-_0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
-
-
-class Path(NamedTuple):
-    """Where blocks are: the table and the runs of the index."""
-
-    table: U64
-    runs: U64
-
-
-@inlined
-def _place_of(path: Path, hash_: np.uint64) -> np.uint64:
-    return np.uint64(path.table[_2 * find_slot(path.table, hash_, capacity_of(path.table)) + _1])
-
-
-@inlined
-def _is_in(path: Path, hash_: np.uint64, run: np.uint64) -> bool:
-    return bool(runs.run_of(_place_of(path, hash_)) == run)
-
-
-@inlined
-def _last_by_walking(path: Path, hashes: U64, first: Index, last: Index, run: np.uint64) -> Index:
-    at = first
-    while at < last and _is_in(path, hashes[at + 1], run):
-        at += 1
-    return at
-
-
-@inlined
-def _last_by_halving(path: Path, hashes: U64, first: Index, last: Index, run: np.uint64) -> Index:
-    """hashes[first] is in the run, hashes[last] is not."""
-    while last - first > 1:
-        middle = (first + last) // 2
-        if _is_in(path, hashes[middle], run):
-            first = middle
-        else:
-            last = middle
-    return first
-
-
-@inlined
-def last_of_run(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index:
-    """The last block of the request that is in the run of block `first`, without a gap."""
-    end = np.int64(runs.get(path.runs, run, runs.END))
-    last = end if end < len(hashes) else np.int64(len(hashes) - 1)
-    if runs.num_holes(path.runs, run) != _0:
-        return _last_by_walking(path, hashes, first, last, run)
-    if last == end and runs.get(path.runs, run, runs.TAIL) == hashes[last]:
-        return last
-    if last == first or _is_in(path, hashes[last], run):
-        return last
-    return _last_by_halving(path, hashes, first, last, run)
+_0 = np.uint64(0)
 
 
 @inlined
@@ -111,20 +60,6 @@ def _end_of_next(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index
     is_next = runs.get(path.runs, following, runs.START) == np.uint64(first)
     is_whole = is_next and runs.num_holes(path.runs, following) == _0
     return end if is_whole and runs.get(path.runs, following, runs.SET) != _0 else np.int64(-1)
-
-
-@inlined
-def run_at(path: Path, hashes: U64, first: Index) -> np.uint64:
-    """The run of block `first` of the request, NO_RUN if nobody holds it."""
-    place = _place_of(path, hashes[first])
-    run = runs.run_of(place)
-    if place == _0 or runs.get(path.runs, run, runs.SET) == _0:
-        return runs.NO_RUN
-    if runs.depth_of(place) != np.uint64(first) or np.uint64(first) > runs.get(
-        path.runs, run, runs.END
-    ):
-        return runs.NO_RUN
-    return run
 
 
 @inlined
@@ -183,14 +118,22 @@ def _holders_of(bundle: U64) -> Holders:
 
 
 @inlined
-def fill_answer(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
-    """fill_overlap, then what is expected besides: out as `overlap` has it, for one request."""
+def fill_answer(hashes: U64, max_blocks: Index, now_s: float, bundle: U64, out: I64) -> None:
+    """fill_overlap, then what is expected besides: out as `overlap` has it, for one request.
+
+    max_blocks: how many an engine reuses at most, as it computes the last token in any case. It
+    matters to windows, which end there.
+    """
     path, num_ranks = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS)), len(out) // NUM_ROWS
     runs.tick(path.runs)
     lengths, depths = out[: DEPTH * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
     credit = out[CREDIT * num_ranks :].view(np.float64)
     scratch = i64_of(bundle, SCRATCH)
-    fill_overlap(hashes, path, _holders_of(bundle), scratch, Out(lengths, credit))
+    holders, answer = _holders_of(bundle), Out(lengths, credit)
+    fill_overlap(hashes, path, holders, scratch, answer)
+    groups = i64_of(bundle, GROUPS)
+    if len(groups) > 0:
+        cache_groups.limit(hashes, max_blocks, path, holders, groups, answer)
     held = lengths[prefix_lengths.ANY * num_ranks : (prefix_lengths.ANY + 1) * num_ranks]
     for rank in range(num_ranks):
         depths[rank] = held[rank]
@@ -211,7 +154,7 @@ def overlap(hashes: U64, now_s: float, bundle: U64, out: I64) -> None:
     out: int64[NUM_ROWS * ranks], a row for each scope, then DEPTH (ANY, moved on over blocks that
     are expected), then CREDIT, which is float64.
     """
-    fill_answer(hashes, now_s, bundle, out)
+    fill_answer(hashes, len(hashes), now_s, bundle, out)
 
 
 @kernel(void(reads(u8), reads(i8), f8, reads(u8), writes(i8)))
@@ -223,5 +166,5 @@ def overlap_many(hashes: U64, ends: I64, now_s: float, bundle: U64, out: I64) ->
     size, start = len(out) // max(1, len(ends)), 0
     for i in range(len(ends)):
         one = out[i * size : (i + 1) * size]
-        fill_answer(hashes[start : ends[i]], now_s, bundle, one)
+        fill_answer(hashes[start : ends[i]], ends[i] - start, now_s, bundle, one)
         start = ends[i]

@@ -76,7 +76,7 @@ def _fraction(state: np.uint64) -> float:
 
 
 @inlined
-def _pick_lowest(candidates: I64, costs: F64, random: np.uint64) -> Index:
+def _pick_cheapest(candidates: I64, costs: F64, random: np.uint64) -> Index:
     """The lowest cost; exact ties at random: the k-th of them takes the place with chance 1 / k."""
     best, num_best = np.int64(candidates[0]), 1
     for i in range(1, len(candidates)):
@@ -134,7 +134,7 @@ def _pick(candidates: I64, random: np.uint64, bundle: U64) -> Index:
     temperature = settings[scoring.TEMPERATURE]
     if temperature > 0:
         return _pick_softmax(candidates, costs, temperature, random)
-    return _pick_lowest(candidates, costs, random)
+    return _pick_cheapest(candidates, costs, random)
 
 
 @inlined
@@ -270,7 +270,9 @@ def _do_stages(
     fleet = costing.fleet_of(ranks, traffic, candidates, request.prompt, waits, now_ms)
     if stages & SCORE != 0:
         index = u64_of(bundle, scoring.INDEX)
-        matching.fill_answer(request.hashes, request.now_s, index, held)
+        # An engine computes the last token of a prompt in any case.
+        max_blocks = np.int64((request.prompt.num_tokens - 1) // request.prompt.block_size)
+        matching.fill_answer(request.hashes, max_blocks, request.now_s, index, held)
         fill_scores(request, candidates, fleet, held, bundle)
     if stages == BOTH:
         rank = _pick(candidates, random, bundle)

@@ -155,6 +155,16 @@ def _link_rest(
 
 
 @inlined
+def has_all(blocks: Blocks, holder: Index, at: U64) -> bool:
+    """Whether the holder has every one of the claimed blocks."""
+    for i in range(len(at)):
+        run = runs.run_of(blocks.table[_2 * (at[i] >> _2) + _1])
+        if run == _CLAIMED or run == runs.NO_RUN or not is_held_by(blocks, run, holder):
+            return False
+    return True
+
+
+@inlined
 def hold(
     blocks: Blocks, holder: Index, hashes: U64, at: U64, depth: np.uint64,
     last: np.uint64, before: np.uint64, seed: np.uint64,

@@ -46,7 +46,7 @@ RECORD_WIDTH = 8
 (
     KIND, TIER, FIRST_ENGINE_HASH, NUM_ENGINE_HASHES, FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE,
     HAS_PARENT,
-) = range(8)  # fmt: skip
+) = range(RECORD_WIDTH)  # fmt: skip
 STORED, REMOVED, CLEARED = 0, 1, 2
 # What read_payloads leaves in its out_counts.
 NUM_EVENTS, COUNT_ENGINE_HASHES, COUNT_TOKENS, DP_RANK = 0, 1, 2, 3
@@ -54,7 +54,10 @@ NUM_COUNTS = 4
 # The arrays of a bundle (kernels/bundle.py).
 RECORDS, PARENTS, ENGINE_HASHES, TOKENS = range(4)
 
-# Fields by the number that they get here; up to WINDOW in the order of vLLM's arrays.
+# Every field of kvplug/wire.py, and its number below, in the same order. Up to WINDOW it is that of
+# vLLM's arrays. A field that is named here and read nowhere below leaves an event in which it is
+# not nil to the codec: enough for a field that few events have. One that most have needs a column
+# in the record.
 _FIELDS = (
     b"block_hashes", b"parent_block_hash", b"token_ids", b"block_size", b"lora_id", b"medium",
     b"lora_name", b"extra_keys", b"group_idx", b"kv_cache_spec_kind",
@@ -68,6 +71,7 @@ _FIELDS = (
 _UNKNOWN = len(_FIELDS)
 _NUM_ARRAY_FIELDS = _WINDOW + 1
 _OF_REMOVED = np.array([_HASHES, _MEDIUM, _GROUP], dtype=np.int64)
+_FIXARRAY, _DOUBLE, _EVENTS_AT = 0x90, 0xCB, 10  # behind the head of the batch and its time
 _TYPES = (b"BlockStored", b"BlockRemoved", b"AllBlocksCleared", b"AllCacheCleared")
 _KIND_OF_TYPE = np.array([STORED, REMOVED, CLEARED, CLEARED], dtype=np.int64)
 _MEDIA = (b"GPU", b"CPU", b"CPU_PINNED", b"CPU_TIER1", b"DISK", b"STORAGE", b"EXTERNAL")
@@ -145,7 +149,7 @@ def _read_setting(data: Bytes, at: Index, end: Index, field: Index, record: I64)
         at = _read_full_attention(data, at)
     elif field == _UNKNOWN:
         at = after_scalar(data, at, end)
-    else:
+    else:  # every other field must be nil, or the codec reads the event
         at = after_nil(data, at)
     return at
 
@@ -268,13 +272,11 @@ def _read_payload(
     data: Bytes, at: Index, end: Index, counts: I64, events: Events
 ) -> tuple[bool, Index]:
     """(whether the payload was read, its data-parallel rank or -1)."""
-    num_items, at = array_header(data, at)
-    if num_items < 2 or num_items > 3 or 0xA0 <= data[at] <= 0xC3 or 0xD9 <= data[at] < 0xDC:
+    num_items = np.int64(data[at]) - _FIXARRAY
+    # Every engine writes its time as a double; another number is left to the codec.
+    if num_items < 2 or num_items > 3 or data[at + 1] != _DOUBLE or at + _EVENTS_AT >= end:
         return False, FAILED
-    at = after_scalar(data, at, end)
-    if at < 0 or at >= end:
-        return False, FAILED
-    num_events, at = array_header(data, at)
+    num_events, at = array_header(data, at + _EVENTS_AT)
     if num_events < 0 or at + num_events > end:
         return False, FAILED
     for _ in range(num_events):

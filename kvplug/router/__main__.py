@@ -1,4 +1,6 @@
-"""The entry point: `python -m kvplug.router`, and its doctor. See `--help`, or docs/settings.md."""
+"""The entry point: `python -m kvplug.router`, its doctor and its compiler. See `--help`, or
+docs/settings.md.
+"""
 
 import gc
 import logging
@@ -10,10 +12,16 @@ from kvplug.errors import KvplugError
 
 
 def main() -> int:
-    """Run the standalone router, or ask a running one how it is; returns the exit code."""
-    is_doctor = sys.argv[1:2] == ["doctor"]
+    """Run the standalone router, ask a running one how it is, or compile its kernels; returns the
+    exit code.
+    """
+    is_doctor, is_compiler = (sys.argv[1:2] == [name] for name in ("doctor", "compile"))
     if not is_doctor:
         _leave_on_signals()
+    if is_compiler:
+        from kvplug.server import compilation  # which needs nothing besides the library
+
+        return compilation.main(sys.argv[2:])
     try:
         import uvloop
 

@@ -46,6 +46,7 @@ from kvplug.router.observer import (
     run_of_records,
 )
 from kvplug.router.query_first_lock import QueryFirstLock
+from kvplug.setting import SHARE, shown
 
 # Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
 BLOCKS_PER_SLICE = 2048
@@ -146,9 +147,11 @@ class Router:
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """Remember what a rank's engine said; returns what was stored, removed and refused.
 
-        ConfigError in the approximate mode.
+        A batch that names a data-parallel rank is of that rank of the worker. ConfigError in the
+        approximate mode.
         """
         self.require_events(rank)
+        rank = rank.named_by(batch.dp_rank)
         arrival, applied = Arrival(rank, batch.ts, self._clock()), ApplyResult()
         run_of = partial(run_of_events, batch.events)
         apply_slice = partial(self._apply_events, rank, batch, applied)
@@ -171,6 +174,7 @@ class Router:
     def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
         """As `apply`, for many plain events at once; queries in other threads go in between."""
         self.require_events(rank)
+        rank = rank.named_by(records.dp_rank)
         arrival, applied = Arrival(rank, records.ts, self._clock()), ApplyResult()
         run_of = partial(run_of_records, records)
         apply_slice = partial(self._apply_records, rank, records, applied)
@@ -189,11 +193,24 @@ class Router:
         """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
 
         For ranks of whose blocks not everything is known (kvplug/ingest/trust.py); 0 for one that
-        publishes no events.
+        publishes no events. ConfigError for what is no number in [0, 1].
         """
+        if not SHARE.fits(confidence):
+            raise ConfigError(f"confidence must be {SHARE.expected}, got {shown(confidence)}")
         with self._lock:
             self.fleet_index.set_confidence(rank, confidence)
             self.cache_sizes.note_confidence(rank)
+
+    def set_recomputed_blocks(self, rank: Rank, num_blocks: int) -> None:
+        """The rank's engine computes so many of the last blocks that match anew.
+
+        1 for vLLM with EAGLE or MTP heads, else 0. An audit learns it. ConfigError for anything
+        else.
+        """
+        if num_blocks not in (0, 1):
+            raise ConfigError(f"recomputed blocks must be 0 or 1, got {shown(num_blocks)}")
+        with self._lock:
+            self.fleet_index.set_recomputed(rank, num_blocks)
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""

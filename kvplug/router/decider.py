@@ -13,7 +13,7 @@ import random
 import uuid
 from collections.abc import Callable, Collection
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex, IndexGroup
 from kvplug.router.group_arrays import GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
-from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
+from kvplug.router.policies import RoundRobin, pick_cheapest, pick_softmax
 from kvplug.setting import finite, shown, whole
 
 I64 = npt.NDArray[np.int64]
@@ -201,6 +201,8 @@ class Decider:
 
     def candidates(self, model: str, workers: Collection[str] | None) -> I64:
         """Numbers of the ranks that can take a request; NoWorkerError if there are none."""
+        if isinstance(workers, str):  # a collection of letters, which are workers of nobody
+            raise ConfigError(f"workers must be a collection of names, got {shown(workers)}")
         candidates = self._candidates.of(model, workers)
         if not len(candidates):
             ranks = self._fleet_index.numbers.ranks
@@ -222,14 +224,23 @@ class Decider:
             request_id = self._new_id()
         elif request_id in self._load:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
-        if self._config.mode == "round_robin":
-            candidates = np.array([self._round_robin.pick(candidates)])
+        candidates = self._left_by_mode(candidates)
         groups = self._fleet_index.groups_with(candidates)
         if len(groups) > 1:
             return self._decide_among(groups, prompt, request_id, candidates, now_s, answer)
         request = self._request(prompt, groups[0], now_s, answer)
         self._call(routing.BOTH, request, groups[0], candidates)
         return self._accept(request_id, groups[0], request.hashes, self._row, now_s, answer)
+
+    def _left_by_mode(self, candidates: I64) -> I64:
+        """All of them, for the kernel to pick by cost, or the one that the mode has picked."""
+        match self._config.mode:
+            case "kv":
+                return candidates
+            case "round_robin":
+                return np.array([self._round_robin.pick(candidates)])
+            case never:
+                assert_never(never)
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
@@ -269,9 +280,12 @@ class Decider:
         answer: Answer,
     ) -> Decision:
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
-        for group in groups:
-            mine = candidates[np.isin(candidates, group.numbers)]
+        candidates_in = {each: candidates[np.isin(candidates, each.numbers)] for each in groups}
+        for group, mine in candidates_in.items():
             requests[group] = self._request(prompt, group, now_s, answer)
+            # Before anything is scored: arrays that grow lose their scores.
+            self._make_room(group, mine, len(requests[group].hashes))
+        for group, mine in candidates_in.items():
             self._call(routing.SCORE, requests[group], group, mine)
             unit = 1 if self._config.is_cost_in_ms else group.block_size  # else in tokens
             costs[mine] = self._arrays_of(group).costs[mine] * unit
@@ -284,7 +298,7 @@ class Decider:
     def _pick(self, candidates: I64, costs: F64) -> int:
         if self._config.temperature > 0:
             return pick_softmax(candidates, costs, self._config.temperature, self._random)
-        return pick_lowest(candidates, costs, self._random)
+        return pick_cheapest(candidates, costs, self._random)
 
     def _request(
         self, prompt: Prompt, group: IndexGroup, now_s: float, answer: Answer

@@ -34,6 +34,7 @@ from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
+from kvplug.setting import shown, whole
 
 I64 = npt.NDArray[np.int64]
 
@@ -118,6 +119,7 @@ class FleetIndex:
         self._bounds = bounds
         self._members: dict[str, _Member] = {}
         self._confidence: dict[Rank, float] = {}
+        self._num_recomputed: dict[Rank, int] = {}
         self._group_of_number: list[int] = []
         self._open("", Blocks(block_size or NOMINAL_BLOCK_SIZE))
 
@@ -130,6 +132,10 @@ class FleetIndex:
         """Add a worker, or say more about it; "" and None leave what was known."""
         if dp_size < 1:
             raise ConfigError(f"worker {worker!r}: dp_size must be at least 1, got {dp_size}")
+        if block_size is not None and not whole(block_size) >= 1:
+            raise ConfigError(
+                f"worker {worker!r}: block_size must be at least 1, got {shown(block_size)}"
+            )
         member = self._members.get(worker)
         if member is None:
             size = block_size or self.block_size
@@ -151,6 +157,7 @@ class FleetIndex:
             for rank in member.ranks:
                 self.numbers.remove(rank)
                 self._confidence.pop(rank, None)
+                self._num_recomputed.pop(rank, None)
             self._renumber()
 
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
@@ -214,6 +221,17 @@ class FleetIndex:
         """What the rank's blocks count for, 0 to 1."""
         return self._confidence.get(rank, 1.0)
 
+    def set_recomputed(self, rank: Rank, num_blocks: int) -> None:
+        """As BlockIndex.set_recomputed; it stays with the rank, too."""
+        if rank in self.numbers:
+            self._num_recomputed[rank] = num_blocks
+            self.group_of(rank).index.set_recomputed(rank, num_blocks)
+
+    def num_recomputed(self, rank: Rank) -> int:
+        """How many of the last blocks that match the rank's engine computes anew."""
+        index = self.group_of(rank).index
+        return index.cache_groups.num_recomputed(index.numbers.number_of(rank))
+
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """The workers that have this model; a worker without a model counts for any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}
@@ -259,6 +277,8 @@ class FleetIndex:
     def _join(self, rank: Rank, group: IndexGroup) -> None:
         group.index.add_rank(rank)
         group.index.set_confidence(rank, self.confidence_of(rank))
+        if rank in self._num_recomputed:
+            group.index.set_recomputed(rank, self._num_recomputed[rank])
 
     def _clear_all(self, member: _Member) -> None:
         for rank in member.ranks:

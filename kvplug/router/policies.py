@@ -1,6 +1,9 @@
 """One rank out of the candidates: by lowest cost, by softmax, or by turns.
 
 In:  candidate rank numbers, and what they cost.   Out: one of them.
+
+In `kv` mode, where all candidates are in one index, kernels/routing.py picks, in the same ways;
+what is here picks among several indexes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 
-def pick_lowest(candidates: I64, costs: F64, random_: random.Random) -> int:
+def pick_cheapest(candidates: I64, costs: F64, random_: random.Random) -> int:
     """The candidate with the lowest cost; exact ties are broken at random."""
     best = candidates[costs == costs.min()]
     return int(best[0] if len(best) == 1 else random_.choice(best.tolist()))

@@ -159,8 +159,8 @@ def test_an_index_is_saved_while_requests_go_and_events_wait(router, audit, tmp_
 def route_all(router, audit, number):
     for at in range(60):
         prompts = [[(number + at + i) % 50 + 1] * 2 * BLOCK for i in range(3)]
-        many = router.route_many(prompts[1:], workers="ab")
-        for decision in (router.route(prompts[0], workers="ab"), *many):
+        many = router.route_many(prompts[1:], workers=("a", "b"))
+        for decision in (router.route(prompts[0], workers=("a", "b")), *many):
             router.first_token(decision.request_id)
             router.finish(decision.request_id, 5)
             if audit is not None:

@@ -8,6 +8,7 @@ leave a batch that opens, and values alone never one that does not.
 
 import msgspec
 
+from kvplug import wire
 from tests.fuzz import corpus
 
 _TOPICS = (b"kv@pod@model", b"", b"kv@", b"\xff\xfe", b"kv@other@model", b"x" * 300)
@@ -23,10 +24,8 @@ _JUNK = (
     _RAW(b"\xc6\xff\xff\xff\xff"), _RAW(b"\xa2\xff\xfe"), _RAW(b"\x81\x90\xc0"),
 )  # fmt: skip
 _NAMES = (
-    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-    "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
-    "cache_salt", "block_mm_infos", "cxl_metadata", "moe", "bigrams", "new_state", "pool_id",
-    "accessible_workers", "events", "ts", "dp_rank", "unheard_of",
+    *dict.fromkeys([*wire.Stored.__struct_fields__, *wire.Transition.__struct_fields__]),
+    "type", "events", "ts", "dp_rank", "unheard_of",
 )  # fmt: skip
 _TYPES = ("BlockStored", "BlockRemoved", "AllBlocksCleared", "CxlStateTransition", "BlockMoved")
 _GAPS = (0, -1, 1, 2, 1000, 2**40)

@@ -49,7 +49,8 @@ class ComparedIndexMachine(RuleBasedStateMachine):
             return
         num_stored, num_rejected = len(contents), 0
         if cxl is None:
-            self.reference.store(rank, event.tier, contents)
+            from_start = event.parent is None and label is None
+            self.reference.store(rank, event.tier, contents, from_start=from_start)
         else:
             num_stored, num_rejected = self.reference.store_cxl(rank, event.tier, contents, cxl)
         if label is not None:

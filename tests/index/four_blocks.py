@@ -2,11 +2,14 @@
 
 from contextlib import contextmanager
 
+from kvplug import codec
 from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import as_tokens
+from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.cxl import CxlBlocks
 from kvplug.index.moe_labels import MoeLabels
+from kvplug.records import read_payloads
 
 A, B = Rank("a"), Rank("b")
 TOKENS = tuple(range(16))
@@ -44,6 +47,14 @@ def stored(*names, tokens=TOKENS, start=0, parent=None, **more):
 
 def apply(index, rank, *events):
     applied = index.apply(rank, EventBatch(events=events))
+    index.check()
+    return applied
+
+
+def apply_record(index, rank, event):
+    """Through the kernels, which have to take it."""
+    records, applied = read_payloads([codec.encode(EventBatch(events=(event,)))]), ApplyResult()
+    assert index.apply_records(rank, records, 0, 100, applied) == records.num_events
     index.check()
     return applied
 

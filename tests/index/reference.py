@@ -44,6 +44,7 @@ class ReferenceIndex:
 
     def __init__(self):
         self.copies, self.cxl, self.labels = {}, {}, {}
+        self.reporting = set()  # ranks that have told something again
 
     def of(self, rank, tier):
         copies = self.copies.get((rank, tier))
@@ -54,8 +55,16 @@ class ReferenceIndex:
     def cxl_of(self, rank, content):
         return self.cxl.setdefault(rank, {}).get(content)
 
-    def store(self, rank, tier, contents):
-        self.of(rank, tier).update(contents)
+    def store(self, rank, tier, contents, *, from_start=False):
+        """Blocks from the start of a prompt, all there already, bring no copies if there are two
+        or more of them, and from then on in any case.
+        """
+        copies = self.of(rank, tier)
+        is_told_again = tier is Tier.DEVICE and from_start and all(copies[c] for c in contents)
+        if is_told_again and (len(contents) > 1 or rank in self.reporting):
+            self.reporting.add(rank)
+        else:
+            copies.update(contents)
 
     def store_cxl(self, rank, tier, contents, said):
         """As `store`, with CXL metadata; returns how many copies came, and how many were refused.
@@ -97,9 +106,7 @@ class ReferenceIndex:
             return "no pool"
         if said.state in (CxlState.LOCAL_GPU, CxlState.IN_TRANSIT):
             on_device[content] = max(1, on_device[content])
-        elif said.state is CxlState.CXL_POOLED or was is None or was.state in (
-            CxlState.LOCAL_GPU, CxlState.IN_TRANSIT
-        ):  # fmt: skip
+        elif said.state is CxlState.CXL_POOLED or not self._is_pooled(rank, content):
             on_device[content] = 0
         self._note(rank, content, now)
         return "moved"
@@ -143,6 +150,10 @@ class ReferenceIndex:
         self.copies[rank, tier] = +copies
         self._drop_labels(rank)
         return num_removed
+
+    def leave(self, rank):
+        self.clear(rank)
+        self.reporting.discard(rank)
 
     def clear(self, rank, tier=None):
         for t in Tier if tier is None else [tier]:

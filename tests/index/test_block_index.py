@@ -20,7 +20,7 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.apply_result import RejectReason
 from kvplug.index.block_index import BlockIndex
 from kvplug.kernels import runs
-from tests.index.four_blocks import TOKENS, A, B, apply, hashes_of, index_of, stored
+from tests.index.four_blocks import TOKENS, A, B, apply, apply_record, hashes_of, index_of, stored
 
 
 @pytest.fixture
@@ -35,11 +35,37 @@ def depth(index, rank, tokens=TOKENS, namespace=Namespace()):  # noqa: B008 - im
 
 
 def test_two_copies_take_two_removals(index):
-    apply(index, A, stored(1, 2), stored(1, 2))
+    apply(index, A, stored(1, 2), stored(2, start=1, parent=1))
     apply(index, A, BlockRemoved(block_hashes=(2,)))
     assert depth(index, A) == 2
     apply(index, A, BlockRemoved(block_hashes=(2,)))
     assert depth(index, A) == 1
+
+
+@pytest.mark.parametrize("way", ["apply", "records"])
+def test_what_clients_have_the_engine_say_again_leaves_with_the_one_removal(index, way):
+    """VLLM 0.32 publishes a reused prefix again for `kv_cache_report_mode=full`."""
+    how = {"apply": apply, "records": apply_record}[way]
+    how(index, A, stored(1, 2, 3))
+    for _ in range(3):
+        how(index, A, stored(1, 2, 3))
+        how(index, A, stored(1, 2))
+    assert depth(index, A) == 3
+    for name in (3, 2, 1):
+        how(index, A, BlockRemoved(block_hashes=(name,)))
+    assert len(index) == 0
+
+
+def test_a_report_of_blocks_under_other_names_is_a_conflict(index):
+    apply(index, A, stored(1, 2))
+    assert apply(index, A, stored(1, 9)).rejected == {"conflicting_hash": 2}
+
+
+def test_hybrid_models_compute_anew_what_a_group_has(index):
+    window = {"group": 1, "attention": "sliding_window", "sliding_window": 5}
+    apply(index, A, stored(1, 2), stored(1, 2, **window))
+    apply(index, A, stored(1, 2), BlockRemoved(block_hashes=(2,)))
+    assert depth(index, A) == 2
 
 
 def test_a_store_with_an_unknown_parent_is_counted_and_not_guessed(index):
@@ -127,6 +153,17 @@ def test_one_name_for_two_contents_of_one_engine_is_rejected(index):
         (BlockStored(block_hashes=(1,), token_ids=(1,) * 8, block_size=8), "block_size"),
         (BlockStored(block_hashes=(1, 2), token_ids=(1,) * 4, block_size=4), "misaligned"),
         (BlockStored(block_hashes=(1, 1), token_ids=(1,) * 8, block_size=4), "conflicting_hash"),
+        (stored(1, extra_keys=((1,), (2,))), "misaligned"),
+        (stored(1, tier=4), "bad_value"),
+        (stored(1, tier="GPU"), "bad_value"),
+        (stored(2**64), "bad_value"),
+        (stored(-1), "bad_value"),
+        (stored("a"), "bad_value"),
+        (stored(1, parent=2**64), "bad_value"),
+        (stored(1, tokens=(0, 1, 2, 2**32)), "bad_value"),
+        (stored(1, tokens=(0, 1, 2, None)), "bad_value"),
+        (BlockRemoved(block_hashes=(5,), tier=7), "bad_value"),
+        (BlockRemoved(block_hashes=(2**64,)), "bad_value"),
         (BlockRemoved(block_hashes=(5,)), "unknown_block"),
         (CxlStateTransition(block_hashes=(5,), new_state=CxlState.EVICTED), "unknown_block"),
     ],
@@ -134,6 +171,15 @@ def test_one_name_for_two_contents_of_one_engine_is_rejected(index):
 def test_what_is_not_certain_is_rejected_by_name(index, event, reason):
     assert list(apply(index, A, event).rejected) == [reason]
     assert len(index) == 0
+
+
+def test_an_event_with_a_bad_value_takes_no_other_with_it(index):
+    """The first one once stayed, the last was lost, and nothing was counted."""
+    applied = apply(
+        index, A, stored(1), stored(2**70, start=1, parent=1), stored(3, start=1, parent=1)
+    )
+    assert (applied.num_stored, applied.rejected) == (2, {"bad_value": 1})
+    assert depth(index, A) == 2
 
 
 def test_check_sees_a_broken_table(index):
@@ -185,6 +231,7 @@ def test_many_requests_end_where_there_are_hashes(index, ends):
 
 def test_ends_of_requests_may_be_a_list(index):
     assert len(index.overlap_many([1, 2, 3], [1, 3])) == 2
+    assert index.overlap_many([], []) == []
     with pytest.raises(HashingError, match="ends of sequences"):
         index.overlap_many([1, 2, 3], [[1], [2, 3]])
 

@@ -106,7 +106,7 @@ class IndexMachine(ComparedIndexMachine):
         self.index.remove_worker(worker)
         for rank in [r for r in RANKS if r.worker == worker]:
             self.present.discard(rank)
-            self.reference.clear(rank)
+            self.reference.leave(rank)
 
     @rule(rank=ranks)
     def worker_returns(self, rank):

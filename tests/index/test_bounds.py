@@ -11,9 +11,9 @@ from kvplug.index.bounds import Bounds
         ("max_blocks", 0, 1),
         ("max_blocks", -1, 1),
         ("max_blocks", -(2**70), 1),
-        ("max_bytes", 2**16 - 1, 2**16),
-        ("max_bytes", 0, 2**16),
-        ("max_bytes", -1, 2**16),
+        ("max_bytes", 2**18 - 1, 2**18),
+        ("max_bytes", 0, 2**18),
+        ("max_bytes", -1, 2**18),
     ],
 )
 def test_too_little_is_rejected_with_what_is_enough(name, value, least):
@@ -51,12 +51,12 @@ def test_what_is_no_count_is_rejected_with_what_is_one(name, value, shown):
     assert str(rejected.value) == expected
 
 
-@pytest.mark.parametrize("value", [2**63 - 1, np.int64(2**16), np.uint64(2**63 - 1)])
+@pytest.mark.parametrize("value", [2**63 - 1, np.int64(2**18), np.uint64(2**63 - 1)])
 def test_the_most_that_a_table_counts_to_is_fine(value):
     bounds = Bounds(max_blocks=value, max_bytes=value)
     assert (bounds.max_blocks, bounds.max_bytes) == (value, value)
 
 
-@pytest.mark.parametrize("bounds", [{}, {"max_blocks": 1}, {"max_bytes": 2**16}])
+@pytest.mark.parametrize("bounds", [{}, {"max_blocks": 1}, {"max_bytes": 2**18}])
 def test_the_least_is_enough_and_none_is_no_bound(bounds):
     assert Bounds(**bounds) == Bounds(**{"max_blocks": None, "max_bytes": None, **bounds})

@@ -97,8 +97,16 @@ def test_evicted_takes_the_copy_that_the_state_stood_for(index):
     assert overlap(index).device.tolist() == [1, 0, 0]
     apply(index, PREFILL, moved(EVICTED, 1))
     assert overlap(index).held.tolist() == [1, 0, 0]
-    apply(index, PREFILL, moved(EVICTED, 1))  # it is evicted already
-    assert overlap(index).held.tolist() == [1, 0, 0]
+    apply(index, PREFILL, moved(EVICTED, 1))  # the pool has none any more: the one on the device
+    assert overlap(index).held.tolist() == [0, 0, 0]
+
+
+def test_evicted_takes_what_was_stored_since_the_last_eviction(index):
+    for _ in range(2):
+        apply(index, PREFILL, stored(1))
+        assert overlap(index).device.tolist() == [1, 0, 0]
+        assert apply(index, PREFILL, moved(EVICTED, 1)).num_moved == 1
+        assert overlap(index).held.tolist() == [0, 0, 0]
 
 
 def test_a_removal_is_of_the_device_and_not_of_the_pool(index):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvplug import codec, packed
+from kvplug import packed
 from kvplug.errors import IndexCorruptError
 from kvplug.events import (
     AllBlocksCleared,
@@ -14,10 +14,8 @@ from kvplug.events import (
     MoeLabel,
     Tier,
 )
-from kvplug.index.apply_result import ApplyResult
 from kvplug.index.moe_labels import MoeLabels
-from kvplug.records import read_payloads
-from tests.index.four_blocks import A, B, apply, hashes_of, index_of, stored
+from tests.index.four_blocks import A, B, apply, apply_record, hashes_of, index_of, stored
 
 EXPERT, OTHER = MoeLabel(3, 7), MoeLabel(3, 8)
 
@@ -26,12 +24,6 @@ EXPERT, OTHER = MoeLabel(3, 7), MoeLabel(3, 8)
 def index():
     with index_of(A, B) as index:
         yield index
-
-
-def apply_record(index, rank, event):
-    records, applied = read_payloads([codec.encode(EventBatch(events=(event,)))]), ApplyResult()
-    assert index.apply_records(rank, records, 0, 100, applied) == records.num_events
-    index.check()
 
 
 def labels_of(index):
@@ -65,7 +57,8 @@ def test_a_label_goes_with_the_last_copy_however_it_is_removed(index, way):
         index,
         A,
         stored(1, 2, moe=EXPERT),
-        stored(1, 2),
+        stored(1),
+        stored(2, start=1, parent=1),
         stored(2, start=1, parent=1, tier=Tier.HOST),
     )
     remove = {

@@ -56,7 +56,7 @@ class PooledIndexMachine(ComparedIndexMachine):
         for rank in [r for r in RANKS if r.worker == worker]:
             if rank in self.present:
                 self.index.remove_worker(worker)
-                self.reference.clear(rank)
+                self.reference.leave(rank)
             else:
                 self.index.add_rank(rank)
             self.present ^= {rank}

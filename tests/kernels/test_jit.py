@@ -27,6 +27,7 @@ def test_a_wrong_dtype_is_rejected():
         table.find_many(slots, np.zeros(1, dtype=np.int64), out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILED, reason="nothing is cached")
 def test_without_a_cache_directory_kernels_compile_in_memory():
     # What Numba sees in a read-only container without a home: no place that it may write to.

@@ -1,15 +1,17 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from kvplug.errors import ConfigError
-from kvplug.router.config import RouterConfig
+from kvplug.router.config import Mode, RouterConfig
 
 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
         ({"block_size": 0}, "block_size must be in"),
-        ({"mode": "magic"}, "mode must be one of kv, round_robin; got 'magic'"),
+        ({"mode": "magic"}, f"mode must be one of {', '.join(get_args(Mode))}; got 'magic'"),
         ({"overlap_score_weight": -1}, "overlap_score_weight must be a finite number"),
         ({"ttft_slo_ms": 0}, "ttft_slo_ms must be a number above 0"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),

@@ -2,9 +2,20 @@ import random
 import threading
 
 import pytest
+from msgspec import structs
 
-from kvplug import BlockRemoved, BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
+from kvplug import (
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    Namespace,
+    Rank,
+    Router,
+    RouterConfig,
+    codec,
+)
 from kvplug.errors import ConfigError, HashingError, NoWorkerError, UnknownRequestError
+from kvplug.records import read_payloads
 
 PROMPT = list(range(64))
 
@@ -108,6 +119,22 @@ def test_each_data_parallel_rank_is_chosen_by_itself():
     router.add_worker("a", dp_size=3)
     store(router, "a", PROMPT, dp_rank=2)
     assert router.route(PROMPT).rank == Rank("a", 2)
+
+
+def test_a_batch_is_of_the_rank_that_it_names():
+    router = make_router()
+    router.add_worker("a", dp_size=2)
+    batches = [
+        EventBatch(events=(BlockStored(block_hashes=(n,), token_ids=(n,) * 4, block_size=4),),
+                   dp_rank=1)
+        for n in (1, 2)
+    ]  # fmt: skip
+    assert router.apply(Rank("a"), batches[0]).num_stored == 1
+    records = read_payloads([codec.encode(batches[1])])
+    assert router.apply_records(Rank("a"), records).num_stored == 1
+    assert [router.index.num_resident(Rank("a", n)) for n in (0, 1)] == [0, 2]
+    of_nobody = structs.replace(batches[0], dp_rank=7)
+    assert router.apply(Rank("a"), of_nobody).rejected == {"unknown_rank": 1}
 
 
 def test_round_robin_takes_turns_whatever_is_cached():
@@ -220,3 +247,32 @@ def test_events_and_requests_from_two_threads_do_not_collide():
     teller.join()
     router.index.check()
     assert len(router.load) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda router: router.add_worker("b", block_size=0),
+            "worker 'b': block_size must be at least 1, got 0",
+        ),
+        (
+            lambda router: router.set_confidence(Rank("a"), float("nan")),
+            "confidence must be a number in [0, 1], got nan",
+        ),
+        (
+            lambda router: router.set_confidence(Rank("a"), 1.5),
+            "confidence must be a number in [0, 1], got 1.5",
+        ),
+        (
+            lambda router: router.route([1, 2], workers="ab"),
+            "workers must be a collection of names, got 'ab'",
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense_get_one_sentence(call, sentence):
+    router = Router()
+    router.add_worker("a")
+    with pytest.raises(ConfigError) as rejected:
+        call(router)
+    assert str(rejected.value) == sentence

@@ -52,6 +52,18 @@ def check(router):
         group.index.check()
 
 
+def test_a_prompt_that_tables_grow_for_is_decided_by_what_is_cached():
+    """In a mixed fleet, room that was made after scoring once took the scores with it."""
+    router = make_router(cost="blocks")
+    router.add_worker("fine", block_size=4), router.add_worker("coarse", block_size=16)
+    for length in (64, 1024, 4096):
+        prompt = list(range(length, 2 * length))
+        store(router, "coarse", prompt, 16)
+        decision = router.route(prompt)
+        assert (decision.rank, decision.cached_tokens) == (Rank("coarse"), length)
+        assert decision.cost < length
+
+
 def test_block_sizes_are_learnt_and_compared_in_tokens():
     router = make_router(cost="blocks")
     router.add_worker("fine"), router.add_worker("coarse")

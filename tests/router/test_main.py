@@ -53,6 +53,7 @@ def lines_until(process, pattern):
     raise AssertionError(f"no line matches {pattern!r}: {''.join(lines)}")
 
 
+@pytest.mark.slow
 @SIGNALS
 def test_it_starts_with_no_worker_up_and_stops_on_a_signal(process, number):
     said = lines_until(process, r"listening on http://127\.0\.0\.1:\d+")

@@ -75,7 +75,7 @@ def apply_batch(router, rank, *events):
 
 def apply_records(router, rank, *events):
     router.apply_records(
-        rank, read_payloads([codec.encode(EventBatch(events=events, ts=7.0, dp_rank=0))])
+        rank, read_payloads([codec.encode(EventBatch(events=events, ts=7.0, dp_rank=rank.dp_rank))])
     )
 
 

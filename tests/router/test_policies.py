@@ -5,15 +5,15 @@ import numpy as np
 import pytest
 
 from kvplug.kernels.scoring import LAST_RESORT
-from kvplug.router.policies import RoundRobin, pick_lowest, pick_softmax
+from kvplug.router.policies import RoundRobin, pick_cheapest, pick_softmax
 
 CANDIDATES = np.array([2, 5, 7])
 
 
 def test_the_lowest_cost_is_taken_and_ties_are_broken_at_random():
     rng = random.Random(1)
-    assert pick_lowest(CANDIDATES, np.array([3.0, 1.0, 2.0]), rng) == 5
-    picks = Counter(pick_lowest(CANDIDATES, np.array([1.0, 4.0, 1.0]), rng) for _ in range(1000))
+    assert pick_cheapest(CANDIDATES, np.array([3.0, 1.0, 2.0]), rng) == 5
+    picks = Counter(pick_cheapest(CANDIDATES, np.array([1.0, 4.0, 1.0]), rng) for _ in range(1000))
     assert set(picks) == {2, 7}
     assert min(picks.values()) > 400
 
