@@ -9,8 +9,12 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from kvplug.errors import TransportError
+
+RANK_HEADER: Final = "X-data-parallel-rank"
+"""By which a client chooses a data-parallel rank of vLLM 0.32 and SGLang 0.5.23."""
 
 
 def url_of(host: str, port: int) -> str:

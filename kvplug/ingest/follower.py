@@ -12,12 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 from msgspec import structs
 
 from kvplug import codec
 from kvplug.errors import DecodeError
-from kvplug.events import BlockCopied, BlockRemoved, BlockStored, Event, EventBatch, Rank
+from kvplug.events import EventBatch, Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
 from kvplug.ingest.message_log import Effect
@@ -34,12 +36,17 @@ logger = logging.getLogger(__name__)
 # waits for some 30 us of Python.
 _MAX_RUN_LENGTH = 32
 
+OTHER_RANK: Final = "other_rank"
+"""Why messages are refused that name another data-parallel rank than the publisher has."""
+
 # Of these the index takes nothing, so that it lacks what the events said.
 _UNUSABLE = {
     RejectReason.NO_TOKENS.value,
     RejectReason.BIGRAM_TOKENS.value,
     RejectReason.BLOCK_SIZE.value,
     RejectReason.UNKNOWN_RANK.value,
+    RejectReason.GROUP_BLOCK_SIZE.value,
+    OTHER_RANK,
 }
 
 _FIX = {
@@ -49,6 +56,9 @@ _FIX = {
     RejectReason.CONFLICTING_HASH.value: "the engine gives one id to two contents",
     RejectReason.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs "
     "of tokens; route such engines by load",
+    RejectReason.GROUP_BLOCK_SIZE.value: "the engine's KV cache groups have blocks of different "
+    "sizes; start vLLM with --disable-hybrid-kv-cache-manager",
+    OTHER_RANK: "check that events= names the endpoint of the worker's own rank 0",
     "undecodable": "check that the endpoint is an event publisher and no other service",
 }
 
@@ -83,12 +93,15 @@ class Follower:
         router: Router,
         rank: Rank,
         *,
+        engine_rank: int | None = None,
         stale_confidence: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: ReplaySettings | None = None,
     ) -> None:
-        """`stale_confidence`: what residency is worth while the rank is STALE, by default the
-        router's `stale_confidence`. ConfigError if the router uses no events.
+        """`engine_rank`: the data-parallel rank that the publisher's messages must name, if any; by
+        default each message is of the worker's rank that it names. `stale_confidence`: what
+        residency is worth while the rank is STALE, by default the router's `stale_confidence`.
+        ConfigError if the router uses no events.
         """
         router.require_events(rank)
         self.rank = rank
@@ -96,7 +109,7 @@ class Follower:
         self.num_messages = 0
         self._router, self._stale_confidence = router, stale_confidence
         self._skips = SkipCounter(rank)
-        self._applier = _Applier(router, rank, self._skips.add)
+        self._applier = _Applier(router, rank, engine_rank, self._skips.add)
         self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
         self.trust = self.sequencer.state
         self._tell_router()
@@ -109,6 +122,15 @@ class Follower:
     @can_replay.setter
     def can_replay(self, can_replay: bool) -> None:
         self.sequencer.can_replay = can_replay
+
+    @property
+    def engine_rank(self) -> int | None:
+        """The data-parallel rank that messages must name; None: whatever they name."""
+        return self._applier.engine_rank
+
+    @engine_rank.setter
+    def engine_rank(self, engine_rank: int | None) -> None:
+        self._applier.engine_rank = engine_rank
 
     @property
     def replay_request(self) -> ReplayRequest | None:
@@ -220,13 +242,18 @@ class _Applier:
     message by message through the codec.
     """
 
-    def __init__(self, router: Router, rank: Rank, skip: Callable[[str, int, str], None]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        rank: Rank,
+        engine_rank: int | None,
+        skip: Callable[[str, int, str], None],
+    ) -> None:
         self.num_stored = self.num_removed = 0
         self._router, self._rank, self._skip = router, rank, skip
+        self.engine_rank = engine_rank
         self.ranks = {rank}
-        self._full_groups: set[int] = set()
         self._pooled_media: set[str] = set()
-        self._is_hybrid = False
         self._run_length = 1
 
     def apply(self, payloads: list[bytes]) -> Effect:
@@ -243,25 +270,24 @@ class _Applier:
         return effect
 
     def clear(self) -> None:
-        """Forget all that the publisher said: its blocks and what was learnt of its groups."""
-        self._full_groups.clear()
-        self._is_hybrid = False
+        """Forget the blocks of the publisher."""
         for rank in self.ranks:
             self._router.clear(rank)
 
     def _read_run(self, payloads: list[bytes], first: int) -> Records | None:
-        if self._is_hybrid:
-            return None
         records = read_payloads(payloads[first : first + self._run_length])
         # Short at first: after one message that is not plain, the next ones seldom are.
         self._run_length = 1 if records is None else min(2 * self._run_length, _MAX_RUN_LENGTH)
         return records
 
     def _apply_run(self, records: Records, effect: Effect) -> None:
-        rank = self._rank_of(records.dp_rank)
+        if self._is_of_another(records.dp_rank):
+            self._refuse(records.num_events, records.dp_rank, effect)
+            return
+        if self.engine_rank is not None:
+            records = replace(records, dp_rank=None)
+        rank = self._rank.named_by(records.dp_rank)
         applied = self._router.apply_records(rank, records)
-        if applied.num_stored:
-            self._full_groups.add(0)
         self._count(rank, applied, effect)
 
     def _apply_one(self, payload: bytes, effect: Effect) -> None:
@@ -274,11 +300,15 @@ class _Applier:
         self._apply_batch(batch, effect)
 
     def _apply_batch(self, batch: EventBatch, effect: Effect) -> None:
-        rank = self._rank_of(batch.dp_rank)
-        applied = self._router.apply(rank, self._of_full_attention(batch))
+        if self._is_of_another(batch.dp_rank):
+            self._refuse(len(batch.events), batch.dp_rank, effect)
+            return
+        if self.engine_rank is not None:
+            batch = structs.replace(batch, dp_rank=None)
+        rank = self._rank.named_by(batch.dp_rank)
+        applied = self._router.apply(rank, batch)
         self._count(rank, applied, effect)
         for reason, count in batch.skipped.items():
-            self._is_hybrid |= reason.startswith("not_full_attention")
             self._skip(reason, count, "")
             effect.defects[reason] += count
         for medium in batch.unknown_media:
@@ -287,10 +317,12 @@ class _Applier:
             self._pooled_media.add(medium)
             logger.info("%s: blocks in %s count as in host memory", self._rank, medium)
 
-    def _rank_of(self, dp_rank: int | None) -> Rank:
-        if dp_rank is None or dp_rank == self._rank.dp_rank:
-            return self._rank
-        return Rank(self._rank.worker, dp_rank)
+    def _is_of_another(self, dp_rank: int | None) -> bool:
+        return self.engine_rank is not None and dp_rank not in (None, self.engine_rank)
+
+    def _refuse(self, num_events: int, dp_rank: int | None, effect: Effect) -> None:
+        self._skip(OTHER_RANK, num_events, f"expected {self.engine_rank}, got {dp_rank};")
+        effect.defects[OTHER_RANK] += num_events
 
     def _count(self, rank: Rank, applied: ApplyResult, effect: Effect) -> None:
         if not applied.rejected[RejectReason.UNKNOWN_RANK.value]:  # a rank that somebody made up
@@ -306,25 +338,6 @@ class _Applier:
             effect.defects[RejectReason.UNKNOWN_PARENT.value] += applied.num_orphans
         for reason in _UNUSABLE & applied.rejected.keys():
             effect.defects[reason] += applied.rejected[reason]
-
-    def _of_full_attention(self, batch: EventBatch) -> EventBatch:
-        """Drop removals of other groups of a hybrid model.
-
-        vLLM gives a block the same hash in every group, and a removal names only the group; which
-        groups have full attention is known from what they stored (the codec keeps out the rest).
-        """
-        stored = (event.group for event in batch.events if isinstance(event, BlockStored))
-        self._full_groups.update(stored)
-        self._is_hybrid |= bool(self._full_groups - {0})
-        kept = tuple(event for event in batch.events if self._concerns_prefixes(event))
-        if len(kept) < len(batch.events):
-            self._skip("removed_in_other_group", len(batch.events) - len(kept), "")
-        return structs.replace(batch, events=kept)
-
-    def _concerns_prefixes(self, event: Event) -> bool:
-        if not isinstance(event, BlockRemoved | BlockCopied) or not self._full_groups:
-            return True
-        return event.group in self._full_groups
 
 
 def _sentence(state: TrustState) -> str:

@@ -107,10 +107,17 @@ def truncated(num_messages: int) -> TrustState:
     )
 
 
+_NO_HYBRID = (
+    "start vLLM with --disable-hybrid-kv-cache-manager if the model allows it, else route by load "
+    "(docs/events.md, Hybrid models)"
+)
+
+
 def unusable(reason: str) -> TrustState:
     """Events came in order, but were of no use."""
+    is_of_groups = reason.startswith("attention:") or reason == "group_block_size"
     return TrustState(
         Trust.STALE,
         f"events could not be used: {reason}",
-        "docs/events.md says what it means and what to do",
+        _NO_HYBRID if is_of_groups else "docs/events.md says what it means and what to do",
     )

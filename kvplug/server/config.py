@@ -5,31 +5,34 @@ In:  values from the command line.   Out: frozen objects, or a ConfigError in on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvplug.errors import ConfigError
-from kvplug.events import MAX_BLOCK_SIZE
+from kvplug.events import MAX_BLOCK_SIZE, MAX_DP_SIZE
 from kvplug.router.config import RouterConfig
 from kvplug.setting import ABOVE_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
 
-_WORKER = "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]"
+_WORKER = "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N][,dp_size=N]"
 _FORM = (
     f"{_WORKER}, like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
-_KEYS = ("events", "replay", "topic", "block_size")
+_KEYS = ("events", "replay", "topic", "block_size", "dp_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """One engine: where its API is, and where it publishes its KV events.
 
-    Without `events` it publishes nowhere, or connects to the router's `events_bind`, where it is
-    known by its topic, `kv@POD` or `kv@POD@MODEL`. `replay` is where it sends events again.
+    Without `events`, the engine is asked where it publishes; with a topic `kv@POD` or
+    `kv@POD@MODEL` it connects to the router's `events_bind`. `replay` is where it sends events
+    again. Both are those of data-parallel rank 0; the other ranks have the ports above.
 
     block_size: its tokens per block; None: the router's, else what its events say.
+    dp_size: its data-parallel ranks; None: what the engine says, else 1.
     """
 
     url: str
@@ -37,10 +40,11 @@ class WorkerSpec:
     topic: str = ""
     replay: str | None = None
     block_size: int | None = None
+    dp_size: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
-        """From `URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N]`."""
+        """From the form that `--worker` has; ConfigError."""
         url, *settings = text.split(",")
         _require_http(url, text)
         values: dict[str, str] = {}
@@ -59,16 +63,18 @@ class WorkerSpec:
             events=values.get("events"),
             topic=values.get("topic", ""),
             replay=values.get("replay"),
-            block_size=_block_size(values.get("block_size"), text),
+            block_size=_whole(values, "block_size", MAX_BLOCK_SIZE, text),
+            dp_size=_whole(values, "dp_size", MAX_DP_SIZE, text),
         )
 
 
-def _block_size(value: str | None, text: str) -> int | None:
+def _whole(values: Mapping[str, str], key: str, largest: int, text: str) -> int | None:
+    value = values.get(key)
     if value is None:
         return None
-    if not (value.isdecimal() and 1 <= int(value) <= MAX_BLOCK_SIZE):
-        limits = f"a whole number in [1, {MAX_BLOCK_SIZE}]"
-        raise ConfigError(f"worker {text!r}: block_size={value!r}; expected {limits}")
+    if not (value.isdecimal() and 1 <= int(value) <= largest):
+        limits = f"a whole number in [1, {largest}]"
+        raise ConfigError(f"worker {text!r}: {key}={value!r}; expected {limits}")
     return int(value)
 
 
@@ -89,9 +95,12 @@ class ServerConfig:
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "an engine; repeat for each. `events`: where it publishes KV events "
-        "(`tcp://host:port`). `replay`: its `replay_endpoint`, from which lost events are "
-        "fetched. `topic`: subscribe only to topics with this prefix. `block_size`: overrides "
-        "`--block-size`. Without `events` the engine's cache is unknown and only its load counts",
+        "(`tcp://host:port`), by default where the engine says; vLLM before 0.32 does not say, "
+        "and without events only an engine's load counts. `replay`: its `replay_endpoint`, from "
+        "which lost events are fetched. Of an engine with data-parallel ranks, both are those of "
+        "rank 0, and the others have the next ports. `topic`: subscribe only to topics with this "
+        "prefix. `block_size`: overrides `--block-size`. `dp_size`: its ranks, by default what "
+        "the engine says",
         flag=f"--worker {_WORKER}",
         default_text="required",
         parse=WorkerSpec.parse,

@@ -3,45 +3,53 @@
 In:  worker specs.   Out: candidates for a model, and the state of each worker.
 
 A worker is looked at every `health_interval_s`; a request that cannot reach it marks it down at
-once. Its blocks leave the index when its event stream goes (ingest/follower.py).
+once. When it comes up, it is asked for its data-parallel ranks. Its blocks leave the index when
+its event stream goes (ingest/follower.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Final
 
 import aiohttp
 
 from kvplug.audit.audit import Audit
 from kvplug.events import Rank
-from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.router.core import Router
+from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
+from kvplug.server.rank_sources import RankSource, sources_of
 from kvplug.server.upstream import is_local_shortage
-from kvplug.topics import Topic
+from kvplug.server.worker_events import WorkerEvents
 
 logger = logging.getLogger(__name__)
 
 # In a row, until a worker that takes connections is down.
 _FAILED_LOOKS = 2
+_SAYS_SOURCES: Final[dict[str, Callable[[bytes], list[RankSource]]]] = {
+    "/kv_event_sources": rank_sources.of_vllm,
+    "/server_info": rank_sources.of_sglang,
+}
 
 
 @dataclass(slots=True)
 class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
-    models: by name, what it serves, adapters included; num_times_up: how often it came up, as each
-    time it may be another engine; num_failed_looks: since it last answered one.
+    sources: of the events of each data-parallel rank; followers: of those that publish; models: by
+    name, what it serves, adapters included; num_times_up: how often it came up, as each time it
+    may be another engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
-    follower: Follower | None = None
+    sources: list[RankSource] = field(default_factory=list)
+    followers: dict[int, Follower] = field(default_factory=dict)
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
     num_times_up: int = 0
@@ -57,6 +65,11 @@ class Worker:
         """Whether requests are sent to it."""
         return self.down_because is None
 
+    @property
+    def ranks(self) -> list[Rank]:
+        """Its data-parallel ranks, in order."""
+        return [Rank(self.url, number) for number in range(len(self.sources))]
+
 
 class Fleet:
     """start, stop; candidates, models, mark_down."""
@@ -65,21 +78,20 @@ class Fleet:
         self, config: ServerConfig, router: Router, audit: Audit, session: aiohttp.ClientSession
     ) -> None:
         self.workers = {spec.url: Worker(spec) for spec in config.workers}
-        self._config, self._router, self._audit, self._session = config, router, audit, session
+        self._config, self._router, self._session = config, router, session
         self._note_models()
-        self._events = EventThread()
-        self._events_endpoint: str | None = None
+        self._events = WorkerEvents(config, router, audit)
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""
-        for worker in self.workers.values():
-            self._router.add_worker(worker.url, block_size=worker.spec.block_size)
         if self.uses_events:
-            self._follow_all()
+            self._events.start()
         else:
             seconds = self._config.router.approximate_ttl_s
             logger.info("approximate: what is routed counts as cached for %g s", seconds)
+        for worker in self.workers.values():
+            self._set_sources(worker, sources_of(worker.spec, ()))
         await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
             task = asyncio.create_task(self._watch(worker), name=f"watch {worker.url}")
@@ -105,7 +117,19 @@ class Fleet:
     @property
     def events_endpoint(self) -> str | None:
         """What engines connect to with their events, with the port that was taken."""
-        return self._events_endpoint
+        return self._events.endpoint
+
+    def follower_of(self, rank: Rank) -> Follower | None:
+        """Who follows the events of the rank; None if nobody does."""
+        return self.workers[rank.worker].followers.get(rank.dp_rank)
+
+    def events_endpoint_of(self, rank: Rank) -> str | None:
+        """Where the rank's events come from; None if they are not followed."""
+        return self._events.endpoint_of(rank)
+
+    def has_ranks(self, url: str) -> bool:
+        """Whether requests to the worker must name a data-parallel rank."""
+        return len(self.workers[url].sources) > 1
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -144,36 +168,6 @@ class Fleet:
         down = {url: worker.models for url, worker in self.workers.items() if not worker.is_up}
         self._table = ModelTable(up, down)
 
-    def _follow_all(self) -> None:
-        self._events.start()
-        if self._config.events_bind is not None:
-            self._events_endpoint = self._events.bind(self._config.events_bind)
-        for worker in self.workers.values():
-            self._follow(worker)
-
-    def _follow(self, worker: Worker) -> None:
-        topic = Topic.parse(worker.spec.topic)
-        if worker.spec.events is not None:
-            worker.follower = self._follower_of(worker)
-            spec = worker.spec
-            self._events.follow(worker.follower, worker.spec.events, spec.topic, spec.replay)
-        elif self._events_endpoint is not None and topic is not None:
-            worker.follower = self._follower_of(worker)
-            self._events.follow_topic(worker.follower, topic)
-        else:
-            self._router.set_confidence(Rank(worker.url), 0.0)
-            logger.warning(
-                "worker %s publishes no events: its cache is unknown; start the engine with "
-                "--kv-events-config and name its endpoint with events=",
-                worker.url,
-            )
-
-    def _follower_of(self, worker: Worker) -> Follower:
-        rank = Rank(worker.url)
-        # While some of its events are missing, its blocks are worth what the audit measures.
-        stale_confidence = partial(self._audit.accuracy, rank)
-        return Follower(self._router, rank, stale_confidence=stale_confidence)
-
     async def _watch(self, worker: Worker) -> None:
         while True:
             await asyncio.sleep(self._config.health_interval_s)
@@ -184,6 +178,7 @@ class Fleet:
             await self._get(worker, "/health")
             # Each time: adapters come and go while the engine runs.
             models = served_by(await self._get(worker, "/v1/models"))
+            found = () if worker.is_up else await self._ask_for_sources(worker)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             self._note_failure(worker, error)
             return
@@ -195,14 +190,52 @@ class Fleet:
             await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
         if not worker.is_up:
             was_down_because = worker.down_because
+            await asyncio.to_thread(self._set_sources, worker, sources_of(worker.spec, found))
             if not self.uses_events:  # it may come back with an empty cache
-                await asyncio.to_thread(self._router.clear, Rank(worker.url))
+                await asyncio.to_thread(self._clear, worker)
             if worker.down_because != was_down_because:
                 return
             logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
+            self._warn_of_unfollowed(worker)
             worker.down_because = None
             worker.num_times_up += 1
             self._note_models()
+
+    async def _ask_for_sources(self, worker: Worker) -> Sequence[RankSource]:
+        """What the engine says of its ranks; nothing if it knows no such question."""
+        for path, read in _SAYS_SOURCES.items():
+            try:
+                return read(await self._get(worker, path))
+            except aiohttp.ClientResponseError:
+                continue  # no such route
+            except ValueError:
+                logger.info("worker %s: %s says nothing of event streams", worker.url, path)
+        return ()
+
+    def _set_sources(self, worker: Worker, sources: list[RankSource]) -> None:
+        """The worker has these ranks. Waits for a run of events to end."""
+        if sources == worker.sources:
+            return
+        if len(sources) < len(worker.sources):
+            self._router.remove_worker(worker.url)
+        block_size, model = worker.spec.block_size, model_of(worker.models)
+        self._router.add_worker(
+            worker.url, dp_size=len(sources), model=model, block_size=block_size
+        )
+        worker.sources = sources
+        if self.uses_events:
+            worker.followers = self._events.set_sources(worker.spec, sources)
+
+    def _warn_of_unfollowed(self, worker: Worker) -> None:
+        unknown = [rank for rank in worker.ranks if self.follower_of(rank) is None]
+        if unknown and self.uses_events:
+            text = "%s: no endpoint of its events is known, so only its load counts; start the "
+            text += "engine with --kv-events-config, and name its endpoint with events="
+            logger.warning(text, ", ".join(map(str, unknown)))
+
+    def _clear(self, worker: Worker) -> None:
+        for rank in worker.ranks:
+            self._router.clear(rank)
 
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__

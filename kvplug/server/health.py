@@ -1,10 +1,11 @@
-"""What /health says: the state of each worker and of its event stream, and what is wrong.
+"""What /health says: the state of each worker, of its ranks' event streams, and what is wrong.
 
 In:  fleet, router, audit, diagnosis.   Out: a JSON object.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isnan
 from typing import Any
@@ -34,7 +35,7 @@ class Health:
         workers, ledgers = list(self._fleet.workers.values()), self._audit.ledgers()
         return {
             "status": self._status(workers),
-            "workers": [self._worker(each, ledgers.get(Rank(each.url))) for each in workers],
+            "workers": [self._worker(each, ledgers) for each in workers],
             "findings": msgspec.to_builtins(self._diagnosis.look()),
         }
 
@@ -43,25 +44,32 @@ class Health:
             return "event_thread_ended"
         return "ok" if any(worker.is_up for worker in workers) else "no_worker"
 
-    def _worker(self, worker: Worker, ledger: RankLedger | None) -> dict[str, Any]:
+    def _worker(self, worker: Worker, ledgers: Mapping[Rank, RankLedger]) -> dict[str, Any]:
         return {
             "url": worker.url,
             "state": "up" if worker.is_up else "down",
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
-            "cache": _cache(self._router.cache_size(Rank(worker.url))),
-            "model": _model(self._router, Rank(worker.url)),
-            "events": self._events(worker),
+            "ranks": [self._rank(rank, ledgers.get(rank)) for rank in worker.ranks],
+        }
+
+    def _rank(self, rank: Rank, ledger: RankLedger | None) -> dict[str, Any]:
+        return {
+            "dp_rank": rank.dp_rank,
+            "cache": _cache(self._router.cache_size(rank)),
+            "model": _model(self._router, rank),
+            "events": self._events(rank),
             "audit": None if ledger is None else _audit(ledger),
         }
 
-    def _events(self, worker: Worker) -> dict[str, Any] | None:
-        """None if the worker publishes none, though they would be used."""
+    def _events(self, rank: Rank) -> dict[str, Any] | None:
+        """None if the rank publishes none, though they would be used."""
         if not self._fleet.uses_events:
             return {"endpoint": None, "connected": False} | _trust(APPROXIMATE)
-        endpoint = worker.spec.events or self._fleet.events_endpoint
-        return None if worker.follower is None else _of_stream(worker.follower, endpoint)
+        follower = self._fleet.follower_of(rank)
+        endpoint = self._fleet.events_endpoint_of(rank)
+        return None if follower is None else _of_stream(follower, endpoint)
 
 
 def _cache(size: CacheSize) -> dict[str, Any]:

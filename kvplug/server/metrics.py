@@ -171,16 +171,17 @@ class _Readings(Collector):
         capacity = GaugeMetricFamily("kvplug_cache_capacity_blocks", text, labels=["worker"])
         text = "mean error of the predicted time to first token, as a share of it"
         error = GaugeMetricFamily("kvplug_predicted_ttft_error", text, labels=["worker"])
-        for url in self._fleet.workers:
-            size = self._router.cache_size(Rank(url))
-            resident.add_metric([url], size.num_resident)
+        for rank in self._ranks():
+            size = self._router.cache_size(rank)
+            resident.add_metric([str(rank)], size.num_resident)
             if size.capacity:
-                capacity.add_metric([url], size.capacity)
-            error.add_metric([url], self._router.model_quality(Rank(url)).first_token_error)
+                capacity.add_metric([str(rank)], size.capacity)
+            error.add_metric([str(rank)], self._router.model_quality(rank).first_token_error)
         yield from (resident, capacity, error)
 
     def _of_events(self) -> Iterator[Metric]:
-        followers = [(w.url, w.follower) for w in self._fleet.workers.values() if w.follower]
+        ranks = [(str(rank), self._fleet.follower_of(rank)) for rank in self._ranks()]
+        followers = [(name, follower) for name, follower in ranks if follower is not None]
         connected = GaugeMetricFamily(
             "kvplug_events_connected", "1 if the event stream is connected", labels=["worker"]
         )
@@ -192,23 +193,27 @@ class _Readings(Collector):
             "what could not be used, by reason",
             labels=["worker", "reason"],
         )
-        for url, follower in followers:
-            connected.add_metric([url], follower.connected)
-            _add_levels(trust, url, follower.trust.level)
+        for name, follower in followers:
+            connected.add_metric([name], follower.connected)
+            _add_levels(trust, name, follower.trust.level)
             # A copy, made at once: the event thread adds reasons.
             for reason, count in dict(follower.skipped).items():
-                skipped.add_metric([url, reason], count)
+                skipped.add_metric([name, reason], count)
         if not self._fleet.uses_events:
-            for url in self._fleet.workers:
-                _add_levels(trust, url, Trust.APPROXIMATE)
+            for name, _ in ranks:
+                _add_levels(trust, name, Trust.APPROXIMATE)
         yield from (connected, trust, skipped)
-        for name, (text, read) in _OF_FOLLOWER.items():
-            family = CounterMetricFamily(name, text, labels=["worker"])
-            for url, follower in followers:
-                family.add_metric([url], read(follower))
+        for metric, (text, read) in _OF_FOLLOWER.items():
+            family = CounterMetricFamily(metric, text, labels=["worker"])
+            for name, follower in followers:
+                family.add_metric([name], read(follower))
             yield family
 
+    def _ranks(self) -> list[Rank]:
+        """Of all workers; `worker` is the rank in what is counted by rank (URL, or URL#1)."""
+        return [rank for worker in self._fleet.workers.values() for rank in worker.ranks]
 
-def _add_levels(family: GaugeMetricFamily, url: str, current: Trust) -> None:
+
+def _add_levels(family: GaugeMetricFamily, name: str, current: Trust) -> None:
     for level in Trust:
-        family.add_metric([url, level], level is current)
+        family.add_metric([name, level], level is current)

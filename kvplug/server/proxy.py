@@ -27,7 +27,7 @@ from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.answers import Stream, WholeEvents, usage_of
 from kvplug.server.fleet import Fleet
-from kvplug.server.upstream import LostError, Upstream, passed_on, translated
+from kvplug.server.upstream import LostError, Outgoing, Upstream, passed_on, translated
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,10 @@ class Proxy:
         self, request: web.Request, forward: Forward, exchange: _Exchange
     ) -> web.StreamResponse:
         decision = exchange.decision
-        async with self._upstream.post(decision.rank.worker, request, forward.body) as answer:
+        url, dp_rank = decision.rank.worker, decision.rank.dp_rank
+        named = dp_rank if self._fleet.has_ranks(url) else None
+        outgoing = Outgoing(url, named, request, forward.body)
+        async with self._upstream.post(outgoing) as answer:
             if answer.content_type == "text/event-stream":
                 return await self._stream(request, answer, exchange)
             with translated():

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace, TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import aiohttp
 from aiohttp import web
@@ -24,6 +24,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvplug.api_errors import ApiError
+from kvplug.http_service import RANK_HEADER
 from kvplug.server.config import ServerConfig
 
 _KEEPALIVE_S: Final = 2.0
@@ -50,6 +51,15 @@ class LostError(Exception):
     def __init__(self, reason: str, *, was_reached: bool) -> None:
         super().__init__(reason)
         self.was_reached = was_reached
+
+
+class Outgoing(NamedTuple):
+    """A client's request on its way to a worker; `dp_rank`: None if the worker has one rank."""
+
+    worker: str
+    dp_rank: int | None
+    client: web.Request
+    body: bytes
 
 
 @dataclass(slots=True)
@@ -86,32 +96,28 @@ class Upstream:
         await self._opened.aclose()
 
     @asynccontextmanager
-    async def post(
-        self, worker: str, request: web.Request, body: bytes
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(self, request: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:
         """The worker's answer to the client's request; LostError, ApiError."""
         attempt = _Attempt()
         try:
-            answer = await _post(self._pooled, worker, request, body, attempt)
+            answer = await _post(self._pooled, request, attempt)
         except LostError:
             if not attempt.was_reused:
                 raise
-            answer = await _post(self._unpooled, worker, request, body, attempt)
+            answer = await _post(self._unpooled, request, attempt)
         async with answer:
             yield answer
 
 
 async def _post(
-    session: aiohttp.ClientSession,
-    worker: str,
-    request: web.Request,
-    body: bytes,
-    attempt: _Attempt,
+    session: aiohttp.ClientSession, request: Outgoing, attempt: _Attempt
 ) -> aiohttp.ClientResponse:
-    headers = passed_on(request.headers)
+    headers = passed_on(request.client.headers)
     headers.popall("Content-Encoding", None)  # the server has decoded the body
     headers["Accept-Encoding"] = "identity"  # the router reads the usage in the answer
-    url = URL(worker + request.path_qs, encoded=True)
+    if request.dp_rank is not None:
+        headers[RANK_HEADER] = str(request.dp_rank)
+    url, body = URL(request.worker + request.client.path_qs, encoded=True), request.body
     with translated():
         return await session.post(
             url,

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kvplug._version import __version__
 from kvplug.errors import ConfigError
+from kvplug.events import MAX_DP_SIZE
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.vllm_hashes import Lora
 
@@ -60,6 +61,7 @@ class SimConfig:
     served_model_name: str = "simulated"
     tokenizer: Path | None = None
     lora_modules: tuple[Lora, ...] = ()
+    dp_size: int = 1
     events_endpoint: str | None = "tcp://127.0.0.1:0"
     replay_endpoint: str | None = None
     topic: str = ""
@@ -71,6 +73,9 @@ class SimConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if not 1 <= self.dp_size <= MAX_DP_SIZE:
+            limits = f"in [1, {MAX_DP_SIZE}]"
+            raise ConfigError(f"dp_size must be {limits}, got {self.dp_size}")
         if self.buffer_steps < 1:
             raise ConfigError(f"buffer_steps must be at least 1, got {self.buffer_steps}")
         if not self.grace_s > 0:  # aiohttp takes 0 for no limit
@@ -99,7 +104,9 @@ HELP: Final = {
     "served_model_name": "name of the model",
     "tokenizer": "folder with tokenizer.json and chat template; without, a token per byte",
     "lora_modules": "adapters to serve besides, as NAME=PATH",
-    "events_endpoint": "where KV events are published; port 0 is a free one, `none` is nowhere",
+    "dp_size": "data-parallel ranks; a request chooses one by the header X-data-parallel-rank",
+    "events_endpoint": "where KV events are published, by rank N at N ports above; port 0 is a free"
+    " one, `none` is nowhere",
     "replay_endpoint": "where past KV events can be asked for, or `none`",
     "topic": "topic of the KV events",
     "buffer_steps": "event batches that are kept for replay",

@@ -15,6 +15,7 @@ from typing import Self
 
 import msgspec
 from aiohttp import web
+from msgspec import structs
 
 from kvplug import codec
 from kvplug.engines.binding import local_endpoint
@@ -25,10 +26,13 @@ from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
 from kvplug.sim.engine import SimulatedEngine
 from kvplug.sim.engine_config import SimConfig
+from kvplug.sim.ranks import Ranks
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+Publish = Callable[[EventBatch], None]
 
 
 class EngineService:
@@ -37,17 +41,23 @@ class EngineService:
     def __init__(self, config: SimConfig, tokenizer: Tokenizer | None = None) -> None:
         self.config = config
         self._tokenizer = tokenizer or ByteTokenizer()
-        self.engine = SimulatedEngine(
-            config.scheduler, config.time_model, vocabulary=self._tokenizer.vocabulary
-        )
-        self.events_endpoint: str | None = None
-        self.replay_endpoint: str | None = None
+        self.engines = [
+            SimulatedEngine(
+                config.scheduler, config.time_model, vocabulary=self._tokenizer.vocabulary
+            )
+            for _ in range(config.dp_size)
+        ]
+        self._publishers: list[Publisher] = []
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
-            runner = EngineRunner(self.engine, self._start_publishing(started))
-            self.stepping = await started.enter_async_context(_as_task(runner))
-            api = Api(self.config, runner, self._tokenizer)
+            runners = [
+                EngineRunner(engine, self._start_publishing(started, rank))
+                for rank, engine in enumerate(self.engines)
+            ]
+            self.stepping = await started.enter_async_context(_as_task(runners))
+            self.event_sources = self._event_sources()
+            api = Api(self.config, Ranks(runners), self._tokenizer, self.event_sources)
             self._runner = web.AppRunner(
                 api.application,
                 handler_cancellation=True,
@@ -72,11 +82,23 @@ class EngineService:
         """Where it listens, with the port that was taken."""
         return url_of(*self._runner.addresses[0][:2])
 
+    @property
+    def events_endpoint(self) -> str | None:
+        """Where rank 0 publishes its events, for somebody on the same machine."""
+        return local_endpoint(self._publishers[0].endpoint) if self._publishers else None
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        """Where past events of rank 0 can be asked for."""
+        return (
+            local_endpoint(self._publishers[0].replay_endpoint or "") if self._publishers else None
+        )
+
     def addresses(self) -> dict[str, str | None]:
-        """What a caller needs to reach it."""
+        """What a caller needs to reach it; of its events, those of rank 0."""
         return {"url": self.url, "events": self.events_endpoint, "replay": self.replay_endpoint}
 
-    def _start_publishing(self, started: AsyncExitStack) -> Callable[[EventBatch], None]:
+    def _start_publishing(self, started: AsyncExitStack, rank: int) -> Publish:
         if self.config.events_endpoint is None:
             return _publish_nowhere
         config = PublisherConfig(
@@ -85,11 +107,24 @@ class EngineService:
             topic=self.config.topic,
             buffer_steps=self.config.buffer_steps,
         )
-        publisher = Publisher(config, 0, codec.encode, logger, must_bind=True)
+        publisher = Publisher(config, rank, codec.encode, logger, must_bind=True)
         started.callback(publisher.shutdown)
-        self.events_endpoint = local_endpoint(publisher.endpoint)
-        self.replay_endpoint = local_endpoint(publisher.replay_endpoint or "")
-        return publisher.publish
+        self._publishers.append(publisher)
+        return lambda batch: publisher.publish(structs.replace(batch, dp_rank=rank))
+
+    def _event_sources(self) -> dict[str, dict[str, object]]:
+        """As vLLM 0.32 says it."""
+        return {
+            str(rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": publisher.endpoint,
+                "replay_endpoint": publisher.replay_endpoint,
+                "buffer_steps": self.config.buffer_steps,
+                "topic": self.config.topic,
+            }
+            for rank, publisher in enumerate(self._publishers)
+        }
 
     async def _listen(self) -> None:
         await self._runner.setup()
@@ -102,14 +137,24 @@ def _publish_nowhere(batch: EventBatch) -> None:
 
 
 @asynccontextmanager
-async def _as_task(runner: EngineRunner) -> AsyncIterator[asyncio.Task[None]]:
-    stepping = asyncio.create_task(runner.run(), name="step-engine")
+async def _as_task(runners: list[EngineRunner]) -> AsyncIterator[asyncio.Task[None]]:
+    stepping = asyncio.create_task(_run(runners), name="step-engine")
     try:
         yield stepping
     finally:
         stepping.cancel()
         with suppress(asyncio.CancelledError):
             await stepping
+
+
+async def _run(runners: list[EngineRunner]) -> None:
+    """Until one of them fails; then its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for runner in runners:
+                tasks.create_task(runner.run())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def serve(config: SimConfig, tokenizer: Tokenizer | None) -> None:

@@ -31,6 +31,11 @@ class EngineRunner:
         # Steps are stamped with the time of day, as vLLM's, but a clock set back stops nothing.
         self._offset_s = time.time() - time.monotonic()
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not been answered."""
+        return len(self._queues)
+
     async def run(self) -> None:
         """Step for as long as there are requests, then wait for one."""
         ended_at = _IDLE

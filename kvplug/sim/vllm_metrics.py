@@ -1,11 +1,11 @@
 """What a simulated engine counts, under the names of vLLM's Prometheus metrics.
 
-In:  an engine, read when it is scraped.   Out: the text of /metrics.
+In:  the engine of each rank, read when it is scraped.   Out: the text of /metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,9 +20,10 @@ HEADERS = {"Content-Type": CONTENT_TYPE_LATEST}
 class Metrics:
     """render() the current values."""
 
-    def __init__(self, engine: SimulatedEngine, model: str) -> None:
+    def __init__(self, engines: Sequence[SimulatedEngine], model: str) -> None:
+        """`engines`: one for each data-parallel rank."""
         self._registry = CollectorRegistry()
-        self._registry.register(_Readings(engine, model))
+        self._registry.register(_Readings(engines, model))
 
     def render(self) -> bytes:
         """Prometheus text format."""
@@ -30,12 +31,18 @@ class Metrics:
 
 
 class _Readings(Collector):
-    def __init__(self, engine: SimulatedEngine, model: str) -> None:
-        self._engine = engine
-        self._labels = {"model_name": model, "engine": "0"}
+    def __init__(self, engines: Sequence[SimulatedEngine], model: str) -> None:
+        self._engines, self._model = engines, model
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._engine
+        families = [list(self._families(*each)) for each in enumerate(self._engines)]
+        for of_each_rank in zip(*families, strict=True):
+            family, *others = of_each_rank
+            family.samples += [sample for other in others for sample in other.samples]
+            yield family
+
+    def _families(self, rank: int, engine: SimulatedEngine) -> Iterator[Metric]:
+        labels = {"model_name": self._model, "engine": str(rank)}
         cache, scheduler = engine.cache, engine.scheduler
         gauges = {
             "vllm:num_requests_running": len(scheduler.running),
@@ -50,20 +57,20 @@ class _Readings(Collector):
             "vllm:generation_tokens": engine.num_generated_tokens,
         }
         for name, value in gauges.items():
-            yield self._gauge(name, value, self._labels)
+            yield self._gauge(name, value, labels)
         for name, value in counters.items():
-            family = CounterMetricFamily(name, name, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
+            family = CounterMetricFamily(name, name, labels=list(labels))
+            family.add_metric(list(labels.values()), value)
             yield family
-        yield self._gauge("vllm:cache_config_info", 1, self._cache_config())
+        yield self._gauge("vllm:cache_config_info", 1, self._cache_config(rank, engine))
 
-    def _cache_config(self) -> dict[str, str]:
-        config = self._engine.config
+    def _cache_config(self, rank: int, engine: SimulatedEngine) -> dict[str, str]:
+        config = engine.config
         return {
             "block_size": str(config.block_size),
-            "num_gpu_blocks": str(config.num_gpu_blocks),
+            "num_gpu_blocks": str(config.num_gpu_blocks * len(self._engines)),  # as vLLM 0.32
             "enable_prefix_caching": "True",
-            "engine": "0",
+            "engine": str(rank),
         }
 
     @staticmethod

@@ -171,7 +171,7 @@ def test_removals_in_other_groups_of_a_hybrid_model_are_left_alone(router, follo
     follower.receive([message(0, stored(1, group=1))])
     follower.receive([message(1, BlockRemoved(block_hashes=(1000,), group=0))])
     assert len(router.index) == 1
-    assert follower.skipped == {"removed_in_other_group": 1}
+    assert follower.skipped == {"unknown_block": 1}
     follower.receive([message(2, BlockRemoved(block_hashes=(1000,), group=1))])
     assert len(router.index) == 0
 

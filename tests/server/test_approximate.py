@@ -54,14 +54,14 @@ async def test_requests_are_predicted_from_those_before_them(more):
                 assert response.status == 200
         assert service.proxy.counts[worker.url].num_cached_tokens == 12
         assert service.fleet.events_endpoint is None
-        assert worker.follower is None
+        assert worker.followers == {}
 
 
 async def test_health_and_metrics_say_that_it_is_approximate():
     async with approximate(Engine()) as (_, client, worker):
         async with client.get("/health") as response:
             body = await response.json()
-        [events] = [each["events"] for each in body["workers"]]
+        [events] = [each["ranks"][0]["events"] for each in body["workers"]]
         assert (events["trust"], events["connected"]) == ("approximate", False)
         assert "events are not used" in events["reason"]
         assert "--no-kv-events" in events["fix"]

@@ -1,11 +1,17 @@
 """Half a minute of silence at the first start would look like a router that hangs."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from kvplug import kernels
+from kvplug.server import compilation
 from kvplug.server.compilation import compile_kernels
+from tests.kernels.test_jit import COMPILED
 
 
 @pytest.fixture
@@ -44,3 +50,30 @@ def test_a_failure_is_not_followed_by_an_announcement(said):
     with pytest.raises(OSError, match="no space left"):
         compile_kernels(fail)
     assert (threading.active_count(), said) == (num_threads, [])
+
+
+def test_kernels_that_are_kept_are_counted_with_their_folder(monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "compile_all", lambda: ["/cache", "/cache"])
+    assert compilation.main([]) == 0
+    assert capsys.readouterr().out == "2 kernels are in the cache after 0 s: /cache\n"
+
+
+@pytest.mark.parametrize("folders", [[], ["/cache", None]])
+def test_kernels_that_no_cache_keeps_are_a_failure(monkeypatch, capsys, folders):
+    monkeypatch.setattr(kernels, "compile_all", lambda: folders)
+    assert compilation.main([]) == 1
+    assert "no cache keeps them: NUMBA_CACHE_DIR must name a folder" in capsys.readouterr().err
+
+
+def test_it_takes_no_arguments(capsys):
+    assert compilation.main(["--all"]) == 2
+    assert "takes no arguments, got --all" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILED, reason="nothing is cached")
+def test_the_command_compiles_what_a_router_starts_with():
+    command = [sys.executable, "-m", "kvplug.router", "compile"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "kernels are in the cache after" in ended.stdout

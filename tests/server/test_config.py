@@ -1,8 +1,10 @@
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvplug.errors import ConfigError
+from kvplug.router.config import Mode
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig, WorkerSpec
 
@@ -98,8 +100,8 @@ BAD_NUMBERS = [
     *((["--max-index-bytes", number], "below 2**63, got") for number in NO_NUMBERS),
     (["--max-index-blocks", "0"], "max_blocks of an index must be at least 1, got 0"),
     (["--max-index-blocks", "-5"], "max_blocks of an index must be at least 1, got -5"),
-    (["--max-index-bytes", "65535"], "max_bytes of an index must be at least 65536, got 65535"),
-    (["--max-index-bytes", "-1"], "max_bytes of an index must be at least 65536, got -1"),
+    (["--max-index-bytes", "262143"], "max_bytes of an index must be at least 262144, got 262143"),
+    (["--max-index-bytes", "-1"], "max_bytes of an index must be at least 262144, got -1"),
     (["--approximate-ttl-s", "x"], "invalid float value: 'x'"),
     (["--approximate-ttl-s", ""], "invalid float value: ''"),
     (["--approximate-ttl-s", "0"], "approximate_ttl_s must be a finite number above 0, got 0.0"),
@@ -169,7 +171,7 @@ def test_a_flag_outweighs_its_variable():
     ("environ", "sentence"),
     [
         ({"KVPLUG_PORT": "x"}, "--port: invalid int value: 'x'"),
-        ({"KVPLUG_ROUTER_MODE": "magic"}, "mode must be one of kv, round_robin; got 'magic'"),
+        ({"KVPLUG_ROUTER_MODE": "magic"}, f"one of {', '.join(get_args(Mode))}; got 'magic'"),
         ({"KVPLUG_NO_KV_EVENTS": "maybe"}, "KVPLUG_NO_KV_EVENTS: expected 1 or 0, got 'maybe'"),
         ({"KVPLUG_WORKER": "nonsense"}, "is no http URL"),
         ({"KVPLUG_STALE_CONFIDENCE": "2"}, "stale_confidence must be a number in [0, 1], got 2.0"),

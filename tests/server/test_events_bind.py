@@ -35,7 +35,7 @@ async def test_the_worker_is_known_by_its_topic(publisher):
         publisher.send_multipart(frames_of(message(0, stored(1), topic=b"kv@pod-1@m")))
         await until(lambda: len(service.router.index) == 1, "the block is known")
         async with aiohttp.ClientSession(service.url) as client, client.get("/health") as response:
-            events = [worker["events"] for worker in (await response.json())["workers"]]
+            events = [worker["ranks"][0]["events"] for worker in (await response.json())["workers"]]
         assert [each["connected"] for each in events] == [False, True]
         assert [each["endpoint"] for each in events] == [service.fleet.events_endpoint] * 2
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import socket
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from examples.launch.tiny_tokenizer import save_tokenizer
+from examples.launch.engine_env import ensure_tiny_tokenizer
 from kvplug import BlockStored, EventBatch, Namespace, Rank
 from kvplug.errors import TransportError
 from kvplug.ingest.follower import Follower
@@ -309,7 +310,7 @@ async def test_the_tokenizer_of_a_hub_model_is_in_the_hubs_cache(tmp_path, monke
     folder.mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("abc")
-    save_tokenizer(str(folder))
+    shutil.copytree(ensure_tiny_tokenizer(), folder, dirs_exist_ok=True)
     engine = Engine()
     engine.root = "org/name"
     async with routing(engine) as (service, client):
@@ -334,11 +335,8 @@ async def test_the_tokenizer_of_a_hub_model_is_in_the_hubs_cache(tmp_path, monke
         ("/v1/completions", {"prompt": [1, 2, 3, 4], "extra_key": "tenant"}, "extra_key"),
     ],
 )
-async def test_what_cannot_be_known_of_a_prefix_is_counted_and_named(
-    path, more, reason, caplog, tmp_path
-):
-    save_tokenizer(str(tmp_path))
-    async with routing(Engine(), tokenizer=tmp_path) as (_, client):
+async def test_what_cannot_be_known_of_a_prefix_is_counted_and_named(path, more, reason, caplog):
+    async with routing(Engine(), tokenizer=ensure_tiny_tokenizer()) as (_, client):
         for _ in range(2):
             async with client.post(path, json={"model": "m", **more}) as response:
                 assert response.status == 200
@@ -481,8 +479,8 @@ class Growing(Counter):
 async def test_what_other_threads_add_does_not_disturb_a_scrape():
     async with routing(Engine()) as (service, client):
         [worker] = service.fleet.workers.values()
-        worker.follower = Follower(service.router, Rank(worker.url))
-        worker.follower._skips.by_reason = Growing(duplicate=1)
+        worker.followers[0] = Follower(service.router, Rank(worker.url))
+        worker.followers[0]._skips.by_reason = Growing(duplicate=1)
         service.diagnosis._prompts._tokenizers = Growing(m=None)
         async with client.get("/metrics") as response:
             assert response.status == 200

@@ -207,7 +207,7 @@ async def test_metrics_have_vllms_names(client):
 
 
 async def test_requests_show_while_they_run_and_end_with_their_client(slow_client):
-    engine = slow_client.service.engine
+    engine = slow_client.service.engines[0]
     # In one request: its step lasts for ever, and who comes later is not in it.
     prefix_query = asyncio.create_task(slow_client.complete([PROMPT, PROMPT], max_tokens=1))
     await until(lambda: len(engine.scheduler.running) == 2, "both requests run")
@@ -228,7 +228,7 @@ async def long_client():
 
 
 async def test_a_client_that_leaves_a_stream_ends_its_request(long_client):
-    engine = long_client.service.engine
+    engine = long_client.service.engines[0]
     async with long_client.streaming({"prompt": PROMPT, "max_tokens": 200}) as reply:
         await reply.content.readuntil(b"\n\n")
         assert engine.has_requests
@@ -256,7 +256,7 @@ async def test_a_router_that_follows_the_events_knows_the_cache(client):
         batch = codec.decode(parts[-1])
         assert not batch.skipped
         assert not router.apply(rank, batch).rejected
-    cached = client.service.engine.cache.pool.cached_hashes()
+    cached = client.service.engines[0].cache.pool.cached_hashes()
     assert len(router.index) == len(cached) == 11
     decision = router.route(list(PROMPT.encode()))
     assert decision.overlap_blocks == 11
@@ -302,8 +302,8 @@ async def test_a_fault_in_a_step_ends_the_service_instead_of_hanging_it():
     service = EngineService(config())
     async with aiohttp.ClientSession() as session:
         await service.__aenter__()
-        service.engine.submit([1], 1)
-        service.engine.begin_step(0.0)  # by somebody who never finishes it
+        service.engines[0].submit([1], 1)
+        service.engines[0].begin_step(0.0)  # by somebody who never finishes it
         prefix_query = asyncio.create_task(Client(service, session).complete())
         await until(service.stepping.done, "the engine stops stepping")
         with pytest.raises(RuntimeError, match="the step before has not been finished"):
@@ -316,3 +316,66 @@ async def test_an_endpoint_at_every_address_is_told_as_one_to_connect_to():
     async with EngineService(config(events_endpoint="tcp://*:0")) as service:
         assert service.events_endpoint.startswith("tcp://127.0.0.1:")
         assert not service.events_endpoint.endswith(":0")
+
+
+class TestRanks:
+    """An engine with several data-parallel ranks."""
+
+    @pytest.fixture
+    async def two(self):
+        async for each in clients(config(dp_size=2, replay_endpoint="tcp://127.0.0.1:0")):
+            yield each
+
+    async def ask(self, client, rank=None):
+        headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
+        url = client.service.url + "/v1/completions"
+        async with client._session.post(url, json={"prompt": PROMPT}, headers=headers) as reply:
+            body = await reply.json()
+        return reply.status, body
+
+    def num_queried(self, client):
+        return [each.cache.num_queried_tokens for each in client.service.engines]
+
+    async def test_the_header_chooses_the_rank(self, two):
+        for _ in range(3):
+            status, body = await self.ask(two, rank=1)
+        assert self.num_queried(two) == [0, 3 * 44]
+        assert (status, body["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 40)
+
+    async def test_without_the_header_the_ranks_share_the_requests(self, two):
+        for _ in range(4):
+            await self.ask(two)
+        assert self.num_queried(two) == [2 * 44, 2 * 44]
+
+    async def test_a_header_that_is_no_number_is_read_over(self, two):
+        assert (await self.ask(two, rank="one"))[0] == 200
+
+    @pytest.mark.parametrize("rank", [-1, 2])
+    async def test_a_rank_that_is_not_there_is_refused(self, two, rank):
+        status, body = await self.ask(two, rank=rank)
+        assert status == 400
+        assert f"data_parallel_rank {rank} is out of range [0, 2)" in body["error"]["message"]
+
+    async def test_each_rank_publishes_its_own_events(self, two):
+        sources = json.loads((await two.get("/kv_event_sources"))[1])
+        assert [int(rank) for rank in sources] == [0, 1]
+        assert len({source["endpoint"] for source in sources.values()}) == 2
+        for rank in (0, 1, 1):
+            await self.ask(two, rank=rank)
+        for rank, source in sources.items():
+            batches = [codec.decode(parts[-1]) for parts in replayed(source["replay_endpoint"])]
+            assert [batch.dp_rank for batch in batches] == [int(rank)] * len(batches)
+            assert batches
+
+    async def test_metrics_tell_the_ranks_apart(self, two):
+        await self.ask(two, rank=1)
+        text = (await two.get("/metrics"))[1]
+        assert 'vllm:prefix_cache_queries_total{engine="0",model_name="simulated"} 0.0' in text
+        assert 'vllm:prefix_cache_queries_total{engine="1",model_name="simulated"} 44.0' in text
+        assert text.count("# TYPE vllm:prefix_cache_queries") == 1
+
+    async def test_a_reset_forgets_all_ranks(self, two):
+        for rank in (0, 1):
+            await self.ask(two, rank=rank)
+        assert await two.post("/reset_prefix_cache", {}) == (200, {"success": True})
+        assert [each.cache.pool.cached_hashes() for each in two.service.engines] == [{}, {}]

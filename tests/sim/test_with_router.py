@@ -30,7 +30,7 @@ async def test_the_router_predicts_what_the_engines_find(use_kv_events):
                 )
             )
         )
-        followers = [w.follower for w in router.fleet.workers.values() if w.follower]
+        followers = [f for w in router.fleet.workers.values() for f in w.followers.values()]
         assert len(followers) == (2 if use_kv_events else 0)
         await until(lambda: all(each.connected for each in followers), "events are followed")
         session = await started.enter_async_context(aiohttp.ClientSession())
@@ -41,11 +41,11 @@ async def test_the_router_predicts_what_the_engines_find(use_kv_events):
             ) as reply:
                 assert reply.status == 200
         for engine in engines:
-            counts, cache = router.proxy.counts[engine.url], engine.engine.cache
+            counts, cache = router.proxy.counts[engine.url], engine.engines[0].cache
             assert counts.num_prompt_tokens == cache.num_queried_tokens
             assert counts.num_cached_tokens == cache.num_hit_tokens
         # By chance one engine may have got all prefixes.
-        assert any(engine.engine.cache.num_hit_tokens for engine in engines)
+        assert any(engine.engines[0].cache.num_hit_tokens for engine in engines)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ async def test_the_audit_finds_no_mistakes_under_evictions():
         router = await started.enter_async_context(
             RouterService(ServerConfig(workers=workers, port=0, router=RouterConfig(block_size=4)))
         )
-        followers = [worker.follower for worker in router.fleet.workers.values()]
+        followers = [worker.followers[0] for worker in router.fleet.workers.values()]
         await until(lambda: all(each.connected for each in followers), "events are followed")
         session = await started.enter_async_context(aiohttp.ClientSession(router.url))
         gate = asyncio.Semaphore(4)

@@ -64,7 +64,7 @@ class Diagnosis:
         self._prober = Prober(session, config.connect_timeout_s)
         self._connect_grace_s = connect_grace_s
         self._asked: dict[str, _Asked] = {}
-        self._away_since: dict[str, float] = {}
+        self._away_since: dict[Rank, float] = {}
         self._skips = RecentCounts(_RECENT_S)
         self._now: set[tuple[str, Code]] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -113,7 +113,8 @@ class Diagnosis:
             now_s = time.monotonic()
             self._asked[worker.url] = _Asked(now_s, num_times_up, facts, disagreement)
             if facts.num_blocks is not None:
-                self._router.set_cache_capacity(Rank(worker.url), facts.num_blocks)
+                for rank in worker.ranks:
+                    self._router.set_cache_capacity(rank, facts.num_blocks)
 
     def _asked_since_up(self, worker: Worker) -> _Asked | None:
         """What it said, unless it was down since: it may be another engine."""
@@ -137,23 +138,26 @@ class Diagnosis:
     def _views(self) -> list[WorkerView]:
         ledgers, alone = self._audit.ledgers(), self._hashes_alone()
         return [
-            self._view(worker, ledgers.get(Rank(worker.url)), is_alone=worker.url in alone)
+            self._view(worker, rank, ledgers.get(rank), is_alone=rank in alone)
             for worker in self._fleet.workers.values()
+            for rank in worker.ranks
         ]
 
-    def _view(self, worker: Worker, ledger: RankLedger | None, *, is_alone: bool) -> WorkerView:
+    def _view(
+        self, worker: Worker, rank: Rank, ledger: RankLedger | None, *, is_alone: bool
+    ) -> WorkerView:
         asked = self._asked_since_up(worker) or _Asked(0.0, 0, EngineFacts(), None)
         return WorkerView(
-            url=worker.url,
+            rank=rank,
             down_because=worker.down_because,
             uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
             block_size=self._fleet.block_size_of(worker),
-            cache_size=self._router.cache_size(Rank(worker.url)),
-            num_ranks=sum(rank.worker == worker.url for rank in self._router.ranks),
-            events=self._events_endpoint(worker),
+            cache_size=self._router.cache_size(rank),
+            num_ranks=len(worker.sources),
+            events=self._fleet.events_endpoint_of(rank),
             topic=worker.spec.topic,
-            stream=self._stream(worker),
+            stream=self._stream(worker, rank),
             ledger=ledger,
             facts=asked.facts,
             tokenization=asked.tokenization,
@@ -161,21 +165,16 @@ class Diagnosis:
             hashes_alone=is_alone,
         )
 
-    def _events_endpoint(self, worker: Worker) -> str | None:
-        if worker.follower is None:
-            return None
-        return worker.spec.events or self._fleet.events_endpoint
-
-    def _hashes_alone(self) -> set[str]:
-        """Workers outside the largest engine hash space of their index."""
-        alone: set[str] = set()
+    def _hashes_alone(self) -> set[Rank]:
+        """Ranks outside the largest engine hash space of their index."""
+        alone: set[Rank] = set()
         for index in {self._router.index_of(rank) for rank in self._router.ranks}:
             hash_spaces = sorted(index.hash_spaces, key=lambda hash_space: -len(hash_space.ranks))
-            alone |= {rank.worker for hash_space in hash_spaces[1:] for rank in hash_space.ranks}
+            alone |= {rank for hash_space in hash_spaces[1:] for rank in hash_space.ranks}
         return alone
 
-    def _stream(self, worker: Worker) -> StreamView | None:
-        follower = worker.follower
+    def _stream(self, worker: Worker, rank: Rank) -> StreamView | None:
+        follower = self._fleet.follower_of(rank)
         if follower is None:
             return None
         state = follower.trust
@@ -184,16 +183,16 @@ class Diagnosis:
             connected=not self._is_away(worker, follower),
             incomplete=state.reason if is_incomplete else None,
             fix=state.fix or "",
-            can_replay=follower.can_replay or worker.spec.events is None,
+            can_replay=follower.can_replay or worker.sources[rank.dp_rank].events is None,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,
-            skipped=self._skips.of(worker.url, follower.skipped.copy(), time.monotonic()),
+            skipped=self._skips.of(str(rank), follower.skipped.copy(), time.monotonic()),
         )
 
     def _is_away(self, worker: Worker, follower: Follower) -> bool:
         """Whether its events have been unreachable for long, though it is up."""
         if follower.connected or not worker.is_up:
-            self._away_since.pop(worker.url, None)
+            self._away_since.pop(follower.rank, None)
             return False
-        since = self._away_since.setdefault(worker.url, time.monotonic())
+        since = self._away_since.setdefault(follower.rank, time.monotonic())
         return time.monotonic() - since >= self._connect_grace_s

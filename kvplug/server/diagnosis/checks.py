@@ -1,6 +1,6 @@
 """One function per cause: what is wrong with a worker, by what is known of it.
 
-In:  the views of all workers.   Out: findings. Pure: nothing is asked, logged or remembered.
+In:  the views of all ranks.   Out: findings. Pure: nothing is asked, logged or remembered.
 
 A worker that is down has that one finding; what it said before is not held against it.
 """
@@ -27,43 +27,50 @@ _MAX_INCORRECT = 0.01
 
 _SKIPS_OF_THEIR_OWN = {RejectReason.BLOCK_SIZE.value, RejectReason.UNKNOWN_PARENT.value}
 # Understood and left out on purpose, or answered by following on.
-_HARMLESS_SKIPS = {"duplicate", "removed_in_other_group", RejectReason.UNKNOWN_BLOCK.value}
+_HARMLESS_SKIPS = {
+    "duplicate",
+    RejectReason.UNKNOWN_BLOCK.value,
+    RejectReason.GROUP_TIER.value,
+}
 
 
 def check_all(views: Sequence[WorkerView]) -> list[Finding]:
     """The findings of a fleet, by worker and then by code."""
     up = [view for view in views if view.down_because is None]
-    found = [_worker_down(view) for view in views if view.down_because is not None]
+    workers = [view for view in views if view.rank.dp_rank == 0]
+    found = [_worker_down(view) for view in workers if view.down_because is not None]
     found += [finding for view in up for check in _checks_of(view) for finding in check(view)]
-    found += [finding for compare in _OF_FLEET for finding in compare(up)]
+    workers = [view for view in workers if view.down_because is None]
+    found += [finding for compare in _OF_FLEET for finding in compare(workers)]
     return sorted(found, key=lambda finding: (finding.worker, finding.code))
 
 
-def _checks_of(view: WorkerView) -> tuple[Callable[[WorkerView], Found], ...]:
-    return _OF_EVENTS + _OF_WORKER if view.uses_events else _OF_WORKER
+def _checks_of(view: WorkerView) -> _Checks:
+    checks = _OF_RANK if view.rank.dp_rank else _OF_RANK + _OF_WORKER
+    return _OF_EVENTS + checks if view.uses_events else checks
 
 
 def _worker_down(view: WorkerView) -> Finding:
     fix = "start the engine, or take the worker out of the router's --worker list"
     if str(view.down_because).startswith("401"):
         fix = "put the engine's key into a file and name it with --worker-api-key-file"
-    return Finding(view.url, Code.WORKER_DOWN, "an answer", str(view.down_because), fix)
+    return Finding(view.name, Code.WORKER_DOWN, "an answer", str(view.down_because), fix)
 
 
 def _events(view: WorkerView) -> Found:
     """Whether the way of the events is open at all."""
     if view.facts.publishes is False:
         fix = f"start the engine with --kv-events-config '{_config(view)}'"
-        yield Finding(view.url, Code.EVENTS_OFF, "KV events", "an engine without", fix)
+        yield Finding(view.name, Code.EVENTS_OFF, "KV events", "an engine without", fix)
     elif view.events is None:
         fix = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
-        yield Finding(view.url, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", fix)
+        yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", fix)
     elif view.stream is not None and not view.stream.connected:
         fix = (
             "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
             "binds only an address with a `*`, and connects to any other"
         )
-        yield Finding(view.url, Code.EVENTS_DISCONNECTED, view.events, "no connection", fix)
+        yield Finding(view.name, Code.EVENTS_DISCONNECTED, view.events, "no connection", fix)
 
 
 def _config(view: WorkerView) -> str:
@@ -77,7 +84,7 @@ def _topic(view: WorkerView) -> Found:
     if view.events and not (view.facts.topic or "").startswith(view.topic) and view.facts.publishes:
         seen = f"topic {view.facts.topic or ''!r}"
         fix = "give topic= a prefix of the engine's topic, or leave it out"
-        yield Finding(view.url, Code.TOPIC, f"a topic that begins {view.topic!r}", seen, fix)
+        yield Finding(view.name, Code.TOPIC, f"a topic that begins {view.topic!r}", seen, fix)
 
 
 def _no_events(view: WorkerView) -> Found:
@@ -90,7 +97,7 @@ def _no_events(view: WorkerView) -> Found:
         "check that the endpoint is this engine's, that its topic begins with topic=, and that "
         "prefix caching is on"
     )
-    yield Finding(view.url, Code.NO_EVENTS, "KV events", seen, fix)
+    yield Finding(view.name, Code.NO_EVENTS, "KV events", seen, fix)
 
 
 def _never_matches(view: WorkerView) -> Found:
@@ -107,7 +114,7 @@ def _never_matches(view: WorkerView) -> Found:
         "template, LoRA adapters, salts (cache_salt, extra_key), and whether the events endpoint "
         "is another engine's"
     )
-    yield Finding(view.url, Code.NEVER_MATCHES, "blocks of its requests", seen, fix)
+    yield Finding(view.name, Code.NEVER_MATCHES, "blocks of its requests", seen, fix)
 
 
 def _num_prompts_unseen(ledger: RankLedger | None) -> int:
@@ -121,7 +128,7 @@ def _incomplete(view: WorkerView) -> Found:
     if view.stream is None or not view.stream.connected or view.stream.incomplete is None:
         return
     seen, fix = view.stream.incomplete, view.stream.fix
-    yield Finding(view.url, Code.EVENTS_INCOMPLETE, "all of its events", seen, fix)
+    yield Finding(view.name, Code.EVENTS_INCOMPLETE, "all of its events", seen, fix)
 
 
 def _skipped(view: WorkerView) -> Found:
@@ -132,25 +139,25 @@ def _skipped(view: WorkerView) -> Found:
     if skipped:
         seen = ", ".join(f"{reason}: {count}" for reason, count in sorted(skipped.items()))
         fix = "docs/troubleshooting.md says what each reason means; the log names the first of each"
-        yield Finding(view.url, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
+        yield Finding(view.name, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
 
 
 def _replay_off(view: WorkerView) -> Found:
     if view.facts.publishes and view.facts.replays is False:
         fix = 'add "replay_endpoint": "tcp://*:6557" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
-        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint", seen, fix)
+        yield Finding(view.name, Code.REPLAY_OFF, "a replay endpoint", seen, fix)
     elif view.facts.replays and view.stream is not None and not view.stream.can_replay:
         fix = "add replay=ENDPOINT, the engine's replay_endpoint, to its --worker"
         seen = "one, which the router was not told of"
-        yield Finding(view.url, Code.REPLAY_OFF, "a replay endpoint that is used", seen, fix)
+        yield Finding(view.name, Code.REPLAY_OFF, "a replay endpoint that is used", seen, fix)
 
 
 def _event_format(view: WorkerView) -> Found:
     if view.facts.publishes and view.facts.event_format not in (None, "dynamo"):
         seen = f"{view.facts.event_format}, which gives equal names to blocks of different keys"
         fix = 'add "format": "dynamo" to the engine\'s --kv-events-config'
-        yield Finding(view.url, Code.EVENT_FORMAT, "format dynamo", seen, fix)
+        yield Finding(view.name, Code.EVENT_FORMAT, "format dynamo", seen, fix)
 
 
 def _block_size(view: WorkerView) -> Found:
@@ -165,7 +172,7 @@ def _block_size(view: WorkerView) -> Found:
     flag = "--page-size" if view.facts.engine == "sglang" else "--block-size"
     fix = f"start the router with --block-size {size or 'of the engine'}, or the engine with "
     fix += f"{flag} {view.block_size}"
-    yield Finding(view.url, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, fix)
+    yield Finding(view.name, Code.BLOCK_SIZE, f"blocks of {view.block_size} tokens", seen, fix)
 
 
 def _cache_capacity(view: WorkerView) -> Found:
@@ -175,7 +182,7 @@ def _cache_capacity(view: WorkerView) -> Found:
         fix = f"the router goes by what evictions tell, {learned}; check the engine's cache "
         fix += "settings, and that events= is this engine's endpoint"
         expected = "a capacity that its blocks fit into"
-        yield Finding(view.url, Code.CACHE_CAPACITY, expected, size.problem, fix)
+        yield Finding(view.name, Code.CACHE_CAPACITY, expected, size.problem, fix)
 
 
 def _prefix_caching(view: WorkerView) -> Found:
@@ -183,7 +190,7 @@ def _prefix_caching(view: WorkerView) -> Found:
         fix = "start the engine with --enable-prefix-caching"
         if view.facts.engine == "sglang":
             fix = "start the engine without --disable-radix-cache"
-        yield Finding(view.url, Code.PREFIX_CACHING_OFF, "prefix caching", "off", fix)
+        yield Finding(view.name, Code.PREFIX_CACHING_OFF, "prefix caching", "off", fix)
 
 
 def _hash_mismatch(view: WorkerView) -> Found:
@@ -193,7 +200,7 @@ def _hash_mismatch(view: WorkerView) -> Found:
             "engines with one --prefix-caching-hash-algo and one PYTHONHASHSEED"
         )
         expected = "the engine hashes of the other workers"
-        yield Finding(view.url, Code.HASH_MISMATCH, expected, "others for equal blocks", fix)
+        yield Finding(view.name, Code.HASH_MISMATCH, expected, "others for equal blocks", fix)
 
 
 def _tokenizer(view: WorkerView) -> Found:
@@ -201,12 +208,12 @@ def _tokenizer(view: WorkerView) -> Found:
     fix = "give --tokenizer the folder of the model that this engine serves, chat template and all"
     if view.tokenization is not None:
         both = (view.tokenization.ours, view.tokenization.theirs)
-        yield Finding(view.url, Code.TOKENIZER, *both, fix)
+        yield Finding(view.name, Code.TOKENIZER, *both, fix)
     elif view.ledger is not None and _counts_too_often_otherwise(view.ledger):
         ours, theirs = view.ledger.last_counts
         share = f"{sum(view.ledger.counts_differ)} of {len(view.ledger.counts_differ)}"
         expected, seen = f"a prompt of {ours} tokens", f"{theirs} tokens; {share} requests differ"
-        yield Finding(view.url, Code.TOKENIZER, expected, seen, fix)
+        yield Finding(view.name, Code.TOKENIZER, expected, seen, fix)
 
 
 def _counts_too_often_otherwise(ledger: RankLedger) -> bool:
@@ -219,15 +226,16 @@ def _no_tokenizer(view: WorkerView) -> Found:
     for model in sorted(view.untokenized & view.models.keys()):
         seen = f"none for model {model!r}: its text is routed by load alone"
         fix = "give --tokenizer a folder with tokenizer.json and the chat template"
-        yield Finding(view.url, Code.NO_TOKENIZER, "a tokenizer", seen, fix)
+        yield Finding(view.name, Code.NO_TOKENIZER, "a tokenizer", seen, fix)
         return
 
 
 def _data_parallel(view: WorkerView) -> Found:
     if _lacks_ranks(view):
-        fix = "start one engine per rank, each with a --worker of its own"
+        fix = "leave dp_size= out, or say how many ranks the engine has; restart the router if the "
+        fix += "engine changed its number of ranks while it ran"
         expected = f"{view.num_ranks} data-parallel rank(s)"
-        yield Finding(view.url, Code.DATA_PARALLEL, expected, str(view.facts.num_ranks), fix)
+        yield Finding(view.name, Code.DATA_PARALLEL, expected, str(view.facts.num_ranks), fix)
 
 
 def _lacks_ranks(view: WorkerView) -> bool:
@@ -244,7 +252,7 @@ def _cached_tokens(view: WorkerView) -> Found:
         flag = "--enable-cache-report"
     seen = "a usage without: the router's predictions cannot be audited"
     fix = f"start the engine with {flag}"
-    yield Finding(view.url, Code.NO_CACHED_TOKENS, "cached tokens in the usage", seen, fix)
+    yield Finding(view.name, Code.NO_CACHED_TOKENS, "cached tokens in the usage", seen, fix)
 
 
 def _incorrect_routing(view: WorkerView) -> Found:
@@ -257,7 +265,7 @@ def _incorrect_routing(view: WorkerView) -> Found:
         if not view.uses_events:
             fix = "lower --approximate-ttl-s, or go by KV events (leave out --no-kv-events)"
         expected = f"at most {_MAX_INCORRECT:.0%} incorrectly routed"
-        yield Finding(view.url, Code.INCORRECT_ROUTING, expected, seen, fix)
+        yield Finding(view.name, Code.INCORRECT_ROUTING, expected, seen, fix)
 
 
 def _models_differ(views: Sequence[WorkerView]) -> Found:
@@ -284,20 +292,11 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
             yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, fix)
 
 
-_OF_EVENTS: tuple[Callable[[WorkerView], Found], ...] = (
+_Checks = tuple[Callable[[WorkerView], Found], ...]
+_OF_EVENTS: _Checks = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
     *(_event_format, _hash_mismatch),
 )
-_OF_WORKER: tuple[Callable[[WorkerView], Found], ...] = (
-    *(
-        _block_size,
-        _cache_capacity,
-        _prefix_caching,
-        _tokenizer,
-        _no_tokenizer,
-        _data_parallel,
-        _cached_tokens,
-    ),
-    _incorrect_routing,
-)
+_OF_RANK: _Checks = (_block_size, _cache_capacity, _incorrect_routing)
+_OF_WORKER: _Checks = (_prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens)
 _OF_FLEET: tuple[Callable[[Sequence[WorkerView]], Found], ...] = (_models_differ, _versions_differ)

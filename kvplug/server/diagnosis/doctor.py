@@ -100,7 +100,8 @@ async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> 
 
 
 async def _wait_for_events(fleet: Fleet) -> None:
-    followers = [worker.follower for worker in fleet.workers.values() if worker.follower]
+    ranks = [rank for worker in fleet.workers.values() for rank in worker.ranks]
+    followers = [each for each in map(fleet.follower_of, ranks) if each is not None]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CONNECT_LIMIT_S):
             # The listener's thread connects them; it knows no event loop.
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", default=_DEFAULT_URL, help="a running router, which knows most")
-    form = "URL[,events=ENDPOINT][,topic=PREFIX]"
+    form = "URL[,events=ENDPOINT][,topic=PREFIX][,dp_size=N]"
     text = "ask this engine instead of a router; repeat for each"
     add("--worker", action="append", default=[], metavar=form, help=text)
     text = "tokens per block that the router is to have; with --worker"

@@ -19,9 +19,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """num_blocks: what the device has room for; caches: whether prefixes are cached; publishes:
-    whether KV events are on; replays: whether past events can be asked for; event_format: SGLang's;
-    num_ranks: data-parallel ranks; reports_cached: whether usage tells the cached tokens.
+    """num_blocks: what the device of a rank has room for; caches: whether prefixes are cached;
+    publishes: whether KV events are on; replays: whether past events can be asked for;
+    event_format: SGLang's; num_ranks: data-parallel ranks; reports_cached: whether usage tells the
+    cached tokens.
     """
 
     engine: str = ""
@@ -95,16 +96,17 @@ def of_event_sources(body: bytes) -> EngineFacts:
 
 
 def of_metrics(body: bytes) -> EngineFacts:
-    """From vLLM's GET /metrics: the settings of its cache."""
-    found = _CACHE_CONFIG.search(body)
-    labels = dict(_LABEL.findall(found[1].decode())) if found else {}
+    """From vLLM's GET /metrics: the settings of its cache, said again for each rank."""
+    found = _CACHE_CONFIG.findall(body)
+    labels = dict(_LABEL.findall(found[0].decode())) if found else {}
     size, caches = labels.get("block_size", ""), labels.get("enable_prefix_caching")
     num_blocks = labels.get("num_gpu_blocks", "")
     return EngineFacts(
         engine="vllm" if found else "",
+        num_ranks=len(found) or None,
         block_size=int(size) if size.isdecimal() else None,
-        # vLLM keeps one block for itself, the null block, and counts it.
-        num_blocks=int(num_blocks) - 1 if num_blocks.isdecimal() else None,
+        # Of all ranks (0.32). Each keeps one block for itself, the null block, and counts it.
+        num_blocks=int(num_blocks) // len(found) - 1 if num_blocks.isdecimal() else None,
         caches=caches == "True" if caches in ("True", "False") else None,
     )
 

@@ -1,4 +1,4 @@
-"""What is known of one worker, in the terms of the checks.
+"""What is known of one rank of a worker, in the terms of the checks.
 
 In:  nothing; the parts that know fill it in.   Out: WorkerView.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvplug.audit.ledger import RankLedger
+from kvplug.events import Rank
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.server.diagnosis.facts import EngineFacts
 
@@ -39,7 +40,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker. models: name -> where it was loaded from.
+    """One data-parallel rank of a worker. models: name -> where it was loaded from.
 
     uses_events: whether the router goes by events at all;
     block_size (None until it is known), cache_size, num_ranks, topic: what the router goes by;
@@ -49,7 +50,7 @@ class WorkerView:
     hashes_alone: its engine hashes differ from the other workers' for equal blocks.
     """
 
-    url: str
+    rank: Rank
     down_because: str | None = None
     uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +65,16 @@ class WorkerView:
     tokenization: Disagreement | None = None
     untokenized: frozenset[str] = frozenset()
     hashes_alone: bool = False
+
+    @property
+    def url(self) -> str:
+        """Of the worker."""
+        return self.rank.worker
+
+    @property
+    def name(self) -> str:
+        """Of the rank, for findings: the worker's URL, with #1 for rank 1."""
+        return str(self.rank)
 
 
 class RecentCounts:

@@ -86,7 +86,6 @@ async def test_sglang_is_asked_for_its_server_info():
             Code.BLOCK_SIZE,
             Code.EVENT_FORMAT,
             Code.NO_CACHED_TOKENS,
-            Code.NO_EVENT_ENDPOINT,
             Code.REPLAY_OFF,
         }
 

@@ -5,6 +5,7 @@ from collections import Counter, deque
 import pytest
 
 from kvplug.audit.ledger import RankLedger
+from kvplug.events import Rank
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.server.diagnosis.checks import check_all
 from kvplug.server.diagnosis.facts import EngineFacts
@@ -27,7 +28,7 @@ SOUND_FACTS = EngineFacts(
 
 def view(**more):
     sound = {
-        "url": URL,
+        "rank": Rank(URL),
         "models": {"m": "/models/m"},
         "block_size": 16,
         "events": "tcp://127.0.0.1:5557",
@@ -57,7 +58,7 @@ def stream(**more):
 
 
 def test_a_sound_fleet_has_no_findings():
-    assert check_all([view(), view(url="http://b")]) == []
+    assert check_all([view(), view(rank=Rank("http://b"))]) == []
 
 
 def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
@@ -141,7 +142,7 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             "--tokenizer",
         ),
         ({"untokenized": frozenset({"m"})}, Code.NO_TOKENIZER, "model 'm'", "--tokenizer"),
-        ({"facts": facts(num_ranks=2)}, Code.DATA_PARALLEL, "2", "--worker"),
+        ({"facts": facts(num_ranks=2)}, Code.DATA_PARALLEL, "2", "dp_size="),
         ({"ledger": ledger(num_silent=3)}, Code.NO_CACHED_TOKENS, "without", "prompt-tokens"),
         (
             {"facts": facts(engine="sglang", reports_cached=False)},
@@ -186,8 +187,8 @@ def test_without_events_none_is_missed_and_the_rate_has_another_fix():
 
 
 def test_one_name_for_two_models_is_named():
-    other = view(url="http://b", models={"m": "/models/other"})
-    moved = view(url="http://c", models={"m": "/elsewhere/m/"})
+    other = view(rank=Rank("http://b"), models={"m": "/models/other"})
+    moved = view(rank=Rank("http://c"), models={"m": "/elsewhere/m/"})
     [finding] = check_all([view(), other, moved])
     assert (finding.worker, finding.code, finding.seen) == (
         "http://b",
@@ -197,12 +198,14 @@ def test_one_name_for_two_models_is_named():
 
 
 def test_two_versions_of_one_engine_are_named_two_engines_are_not():
-    newer = view(url="http://b", facts=facts(version="0.33.0"))
-    sglang = view(url="http://c", facts=facts(engine="sglang", version="0.5.23"))
+    newer = view(rank=Rank("http://b"), facts=facts(version="0.33.0"))
+    sglang = view(rank=Rank("http://c"), facts=facts(engine="sglang", version="0.5.23"))
     [finding] = check_all([view(), newer, sglang])
     assert (finding.worker, finding.code) == ("http://b", Code.ENGINE_VERSION)
 
 
 def test_what_a_worker_said_before_it_went_down_is_not_held_against_it():
     down = view(down_because="gone", facts=facts(block_size=32), models={"m": "/other"})
-    assert [finding.code for finding in check_all([view(url="http://b"), down])] == ["worker_down"]
+    assert [finding.code for finding in check_all([view(rank=Rank("http://b")), down])] == [
+        "worker_down"
+    ]

@@ -41,6 +41,7 @@ async def doctor_process(*arguments):
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.slow
 async def test_findings_of_a_running_router_are_a_table_and_exit_code_1():
     async with routing(vllm(metrics=METRICS)) as (service, _):
         await until(lambda: len(service.diagnosis.look()) == 2, "the block size is found")

@@ -13,7 +13,7 @@ from kvplug.server.diagnosis.facts import EngineFacts
 SOURCE = {
     "enable_kv_cache_events": True,
     "publisher": "zmq",
-    "endpoint": "tcp://*:5557",
+    "endpoint": "inproc://events",  # which nobody else can connect to
     "replay_endpoint": "tcp://*:5657",
     "buffer_steps": 10000,
     "hwm": 100000,
@@ -33,7 +33,7 @@ SERVER_INFO = {
     "enable_cache_report": True,
     "disable_radix_cache": False,
     "kv_events_config": json.dumps({"publisher": "zmq", "endpoint": "tcp://*:5557", "topic": "kv"}),
-    "kv_events": {"publisher": "zmq", "endpoint_port_base": 5557, "topic": "kv", "block_size": 64},
+    "kv_events": {"publisher": "zmq", "endpoint_port_base": 9, "topic": "kv", "block_size": 64},
 }
 
 
@@ -65,9 +65,18 @@ def test_vllm_names_its_publishers(sources, publishes, replays, num_ranks):
 
 def test_vllm_names_the_settings_of_its_cache():
     assert facts.of_metrics(METRICS) == EngineFacts(
-        engine="vllm", block_size=32, num_blocks=159, caches=True
+        engine="vllm", block_size=32, num_blocks=159, caches=True, num_ranks=1
     )
     assert facts.of_metrics(b"other_metric 1.0\n") == EngineFacts()
+
+
+def test_vllm_adds_up_the_blocks_of_its_ranks():
+    lines = "".join(
+        f'vllm:cache_config_info{{block_size="32",engine="{rank}",num_gpu_blocks="320"}} 1.0\n'
+        for rank in range(2)
+    )
+    said = facts.of_metrics(lines.encode())
+    assert (said.num_blocks, said.num_ranks) == (159, 2)
 
 
 def test_sglang_says_it_all_in_one():
@@ -113,7 +122,7 @@ def test_what_is_no_answer_is_a_value_error(read, body):
 def test_later_answers_complete_earlier_ones():
     both = facts.of_version(b'{"version": "0.32.0"}').merged(facts.of_metrics(METRICS))
     assert both == EngineFacts(
-        engine="vllm", version="0.32.0", block_size=32, num_blocks=159, caches=True
+        engine="vllm", version="0.32.0", block_size=32, num_blocks=159, caches=True, num_ranks=1
     )
     assert both.merged(EngineFacts(caches=False)).caches is False
     assert both.merged(EngineFacts()) == both

@@ -39,7 +39,7 @@ async def routing(
         )
         service = await started.enter_async_context(RouterService(settings))
         [worker] = service.fleet.workers.values()
-        await until(lambda: worker.follower.connected, "events are followed")
+        await until(lambda: worker.followers[0].connected, "events are followed")
         yield service, await started.enter_async_context(aiohttp.ClientSession(service.url))
 
 
@@ -143,10 +143,10 @@ async def test_how_large_and_how_fast_an_engine_is_becomes_known():
         await ask_all(client, [[99] * 20])  # a whole answer
         async with client.get("/health") as response:
             [worker] = (await response.json())["workers"]
-        assert worker["cache"]["capacity"] == config().scheduler.num_gpu_blocks - 1
-        assert worker["cache"]["capacity_source"] == "given"
-        assert worker["model"]["observed_first_tokens"] > 0
-        assert worker["model"]["observed_answers"] > 0
+        assert worker["ranks"][0]["cache"]["capacity"] == config().scheduler.num_gpu_blocks - 1
+        assert worker["ranks"][0]["cache"]["capacity_source"] == "given"
+        assert worker["ranks"][0]["model"]["observed_first_tokens"] > 0
+        assert worker["ranks"][0]["model"]["observed_answers"] > 0
         async with client.get("/metrics") as response:
             text = await response.text()
         assert f'kvplug_cache_capacity_blocks{{worker="{rank.worker}"}} 64.0' in text

@@ -70,6 +70,7 @@ def test_json_has_every_seed_and_the_table_its_means(log, tmp_path, capsys):
     assert half_width == pytest.approx(12.7062 * abs(gains[0] - gains[1]) / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn(log, tmp_path):
     path = tmp_path / "study.png"
     assert main([log, *FAST, "--plot", str(path)]) == 0

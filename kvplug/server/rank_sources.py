@@ -1,0 +1,156 @@
+"""Where an engine publishes the events of each of its data-parallel ranks.
+
+In:  a worker's settings; what its engine answers to GET /kv_event_sources (vLLM 0.32) or GET
+     /server_info (SGLang 0.5.23).
+Out: a RankSource for each rank.
+
+The engines bind one port for each rank, the first one's and those above it. Of an endpoint with a
+wildcard, the worker's URL says the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvplug.events import MAX_DP_SIZE
+from kvplug.server.config import WorkerSpec
+
+_WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class RankSource(msgspec.Struct, frozen=True):
+    """The event publisher of one rank.
+
+    engine_rank: what its batches call the rank; None: whatever they say. events: None if it
+    publishes none, or nobody knows where; replay: where it sends past events again.
+    """
+
+    engine_rank: int | None = None
+    events: str | None = None
+    replay: str | None = None
+
+
+class _Publisher(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+
+
+class _Described(msgspec.Struct):
+    endpoint_port_base: int
+    endpoint_host: str = "*"
+    replay_endpoint_port_base: int | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    page_size: int
+    dp_size: int = 1
+    kv_events: _Described | None = None
+
+
+def of_vllm(body: bytes) -> list[RankSource]:
+    """From GET /kv_event_sources: by rank, the settings of its publisher; none without events.
+
+    ValueError for anything else, as below.
+    """
+    publishers = msgspec.json.decode(body, type=dict[int, _Publisher])
+    return [_of_publisher(rank, publishers[rank]) for rank in sorted(publishers)]
+
+
+def of_sglang(body: bytes) -> list[RankSource]:
+    """From GET /server_info, which names the ports of rank 0."""
+    info = msgspec.json.decode(body, type=_ServerInfo)
+    if not 1 <= info.dp_size <= MAX_DP_SIZE:
+        limits = f"[1, {MAX_DP_SIZE}]"
+        raise ValueError(f"/server_info: expected dp_size in {limits}, got {info.dp_size}")
+    ranks = range(info.dp_size)
+    if info.kv_events is None:
+        return [RankSource(rank) for rank in ranks]
+    described = info.kv_events
+    host, replay = described.endpoint_host, described.replay_endpoint_port_base
+    return [
+        RankSource(
+            rank,
+            f"tcp://{host}:{described.endpoint_port_base + rank}",
+            None if replay is None else f"tcp://{host}:{replay + rank}",
+        )
+        for rank in ranks
+    ]
+
+
+def sources_of(spec: WorkerSpec, found: Sequence[RankSource]) -> list[RankSource]:
+    """What to follow of a worker: what its settings say, and else what its engine said, `found`.
+
+    Settings name the endpoints of rank 0; those of the others are as far above them as the engine
+    says, and else at the next ports.
+    """
+    num_ranks = spec.dp_size or max(1, len(found))
+    said = dict(enumerate(found))
+    return [
+        _source(spec, rank, said.get(rank), said.get(0), num_ranks) for rank in range(num_ranks)
+    ]
+
+
+def _source(
+    spec: WorkerSpec, rank: int, said: RankSource | None, first: RankSource | None, num_ranks: int
+) -> RankSource:
+    alone = None if num_ranks == 1 else rank
+    engine_rank = alone if said is None else said.engine_rank
+    if spec.events is None:
+        events, replay = (said.events, said.replay) if said is not None else (None, None)
+        return RankSource(engine_rank, _reached(events, spec.url), _reached(replay, spec.url))
+    distance = rank
+    if said is not None and first is not None:
+        distance = _distance(said.events, first.events, rank)
+    replay = None if spec.replay is None else _at_distance(spec.replay, distance)
+    return RankSource(engine_rank, _at_distance(spec.events, distance), replay)
+
+
+def _of_publisher(rank: int, settings: _Publisher) -> RankSource:
+    if not settings.enable_kv_cache_events or settings.publisher == "null":
+        return RankSource(rank)
+    return RankSource(rank, settings.endpoint, settings.replay_endpoint)
+
+
+def _reached(endpoint: str | None, url: str) -> str | None:
+    """An endpoint of an engine, as somebody connects to it who knows the engine by this URL."""
+    if endpoint is None:
+        return None
+    scheme, _, address = endpoint.partition("://")
+    host = urlsplit(url).hostname or ""
+    if scheme == "ipc":
+        return endpoint if host in _LOOPBACK else None
+    at, _, port = address.rpartition(":")
+    if scheme != "tcp" or port in ("", "0", "*"):
+        return None
+    if at in _WILDCARDS:
+        at = f"[{host}]" if ":" in host else host
+    return f"tcp://{at}:{port}"
+
+
+def _distance(endpoint: str | None, first: str | None, default: int) -> int:
+    """How many ports lie between two endpoints, if both have one."""
+    port, base = _port_of(endpoint), _port_of(first)
+    return default if port is None or base is None else port - base
+
+
+def _at_distance(endpoint: str, num_ports: int) -> str | None:
+    if num_ports == 0:
+        return endpoint
+    port = _port_of(endpoint)
+    if port is None or not 0 < port + num_ports < 2**16:
+        return None
+    return f"{endpoint.rpartition(':')[0]}:{port + num_ports}"
+
+
+def _port_of(endpoint: str | None) -> int | None:
+    if endpoint is None or not endpoint.startswith("tcp://"):
+        return None
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isdecimal() and port != "0" else None

@@ -1,0 +1,122 @@
+"""The event streams of the workers: one follower for each data-parallel rank that has a publisher.
+
+In:  worker specs, the sources of their ranks.   Out: followers that keep the router up to date.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kvplug.audit.audit import Audit
+from kvplug.errors import TransportError
+from kvplug.events import Rank
+from kvplug.ingest.event_thread import EventThread
+from kvplug.ingest.follower import Follower
+from kvplug.router.core import Router
+from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.rank_sources import RankSource
+from kvplug.topics import Topic
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerEvents:
+    """start, set_sources, stop; endpoint_of a rank. The first two may wait for the
+    event thread.
+    """
+
+    def __init__(self, config: ServerConfig, router: Router, audit: Audit) -> None:
+        self._config, self._router, self._audit = config, router, audit
+        self._thread = EventThread()
+        self._followers: dict[Rank, Follower] = {}
+        self._sources: dict[Rank, RankSource] = {}
+        self.endpoint: str | None = None
+        """What engines connect to with their events, with the port that was taken."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether events are received."""
+        return self._thread.is_alive
+
+    def start(self) -> None:
+        """Receive, and let engines connect if they are to."""
+        self._thread.start()
+        if self._config.events_bind is not None:
+            self.endpoint = self._thread.bind(self._config.events_bind)
+
+    def stop(self) -> None:
+        """Close all streams."""
+        self._thread.stop()
+
+    def endpoint_of(self, rank: Rank) -> str | None:
+        """Where the rank's events come from; None if it is not followed."""
+        if rank not in self._followers:
+            return None
+        return self._sources[rank].events or self.endpoint
+
+    def set_sources(self, spec: WorkerSpec, sources: Sequence[RankSource]) -> dict[int, Follower]:
+        """The worker's ranks publish there from now on; returns, by rank, who follows them.
+
+        A stream that goes on is not interrupted; a rank whose publisher nobody knows is missing.
+
+        TransportError for an endpoint in `spec` that no transport understands.
+        """
+        for rank in [rank for rank in self._followers if rank.worker == spec.url]:
+            gone = rank.dp_rank >= len(sources)
+            if gone or not self._is_same(rank, sources[rank.dp_rank]):
+                self._unfollow(rank)
+        for number, source in enumerate(sources):
+            rank = Rank(spec.url, number)
+            self._sources[rank] = source
+            if rank in self._followers:
+                self._followers[rank].engine_rank = source.engine_rank
+            else:
+                self._follow(spec, rank, source)
+        return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.url}
+
+    def _is_same(self, rank: Rank, source: RankSource) -> bool:
+        before = self._sources[rank]
+        return (before.events, before.replay) == (source.events, source.replay)
+
+    def _unfollow(self, rank: Rank) -> None:
+        self._thread.unfollow(self._followers.pop(rank))
+        self._router.clear(rank)
+
+    def _follow(self, spec: WorkerSpec, rank: Rank, source: RankSource) -> None:
+        topic = self._topic_of(spec)
+        if topic is None and source.events is not None:
+            self._connect(spec, rank, source, source.events)
+        elif topic is not None and rank.dp_rank == 0:
+            follower = self._new_follower(rank, source)
+            self._thread.follow_topic(follower, topic)
+            self._followers[rank] = follower
+        else:
+            self._router.set_confidence(rank, 0.0)
+
+    def _topic_of(self, spec: WorkerSpec) -> Topic | None:
+        """By which the worker is known at `endpoint`; None if it does not connect there."""
+        is_here = self.endpoint is not None and spec.events is None
+        return Topic.parse(spec.topic) if is_here else None
+
+    def _connect(self, spec: WorkerSpec, rank: Rank, source: RankSource, events: str) -> None:
+        follower = self._new_follower(rank, source)
+        try:
+            self._thread.follow(follower, events, spec.topic, source.replay)
+        except TransportError as error:
+            if spec.events is not None:
+                raise
+            logger.warning("worker %s: its events cannot be followed: %s", rank, error)
+            self._router.set_confidence(rank, 0.0)
+        else:
+            self._followers[rank] = follower
+
+    def _new_follower(self, rank: Rank, source: RankSource) -> Follower:
+        # While some of its events are missing, its blocks are worth what the audit measures.
+        return Follower(
+            self._router,
+            rank,
+            engine_rank=source.engine_rank,
+            stale_confidence=partial(self._audit.accuracy, rank),
+        )
