@@ -50,7 +50,7 @@ format: $(READY)  ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 
 .PHONY: test-fast
-test-fast: EXAMPLES ?= 25
+test-fast: EXAMPLES ?= 15
 test-fast: TESTS ?= not engine and not slow
 test-fast: $(READY)  ## what needs no engine and is not slow; EXAMPLES of each property (`make test`: the slow, too, and 60)
 	KVPLUG_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -m '$(TESTS)' --durations 10
@@ -70,6 +70,11 @@ bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserv
 .PHONY: audit
 audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
 	$(BIN)/pytest -q tests/engines/test_audit.py
+
+.PHONY: exactness
+exactness: REQUESTS ?= 500
+exactness: $(READY)  ## predicted against reported, and blocks against blocks, on real vLLM with models of every kind; REQUESTS ONLY=text
+	$(BIN)/python -m tests.exactness --requests $(REQUESTS) $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: fuzz
 fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing raises, nothing refused changes the index
@@ -97,6 +102,11 @@ bench-outcome: $(READY)  ## what users see with each router, on simulated engine
 soak-index: SECONDS = 180
 soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, flat memory
 	$(BIN)/python -m tests.benchmarks.soak_index --seconds $(SECONDS)
+
+.PHONY: soak-bounded
+soak-bounded: SECONDS = 600
+soak-bounded: $(READY)  ## SECONDS (600) of ever-new prompts through a router bounded by bytes: the process stays within 1.3 times that
+	$(BIN)/python -m tests.benchmarks.soak_bounded --seconds $(SECONDS)
 
 .PHONY: test
 test: $(READY)  ## everything, real engines included

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from typing import get_args
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from kvplug.codec import Reason
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
-from kvplug.router.config import RouterConfig
+from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import doctor
@@ -33,10 +34,11 @@ OTHER_PROGRAMS = {"source", "kill"}
 # Flags of programs that are not ours.
 OF_ENGINES = {
     *("--api-key", "--block-size", "--enable-force-include-usage", "--enable-prefix-caching"),
+    *("--disable-hybrid-kv-cache-manager", "--system", "--ulimit"),
     *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port"),
     *("--prefix-caching-hash-algo", "--served-model-name"),
     *("--decode-log-interval", "--disable-radix-cache", "--enable-cache-report", "--model-path"),
-    *("--page-size",),
+    *("--page-size", "--data-parallel-size"),
 }
 OF_OTHERS = {"--no-cache-dir", "--create-home", "--index-url"}
 
@@ -100,11 +102,16 @@ def check_make(arguments):
             assert f"\n{word}:" in MAKEFILE, word
 
 
-def check_module(module, arguments):
-    if module == "kvplug.router" and arguments[:1] == ["doctor"]:
+def check_router(arguments):
+    if arguments[:1] == ["doctor"]:
         doctor._parser().parse_args(arguments[1:])
-    elif module == "kvplug.router":
+    elif arguments != ["compile"]:
         parse(arguments)
+
+
+def check_module(module, arguments):
+    if module == "kvplug.router":
+        check_router(arguments)
     elif module == "kvplug.sim.engine":
         engine_cli.parse(arguments)
     elif module == "kvplug.sim":
@@ -269,6 +276,13 @@ def test_the_events_configs_in_the_documentation_are_understood():
         assert (config.pop("publisher"), config.pop(name)) == ("kvplug", value)
         endpoints = PublisherConfig(**config).of_rank(1)
         assert endpoints == ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:6558")
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_every_mode_is_explained(mode):
+    meanings = {each.name: known.meaning for each, known in settings_of(RouterConfig)}
+    assert f"`{mode}`" in meanings["mode"]
+    assert f"--router-mode {mode}" in (ROOT / "docs" / "routing.md").read_text()
 
 
 @pytest.mark.parametrize("reason", [*Reason, *RejectReason])

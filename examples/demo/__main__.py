@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         return demo(arguments.engine, arguments.requests, stop_signals)
     except KeyboardInterrupt:
+        stop_signals.ignore()
         print(f"stopped by {stop_signals.name}", file=sys.stderr)
         return stop_signals.exit_code
     except (LaunchError, OSError) as error:

@@ -12,6 +12,8 @@ import signal
 from types import FrameType
 
 SHELL_OFFSET = 128
+# Python drops an exception that is raised in a callback of a weak reference, as imports have them.
+AGAIN_S = 2.0
 
 
 class StopSignals:
@@ -35,14 +37,17 @@ class StopSignals:
         # Set although it is the default: a shell starts background jobs with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGALRM, self._on_sigterm)
 
     def ignore(self) -> None:
         """While things are stopped, which takes seconds at most, impatience does not help."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signal.SIGTERM
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
         # The handler of the moment: asyncio puts one in place that cancels the running task.
         on_sigint = signal.getsignal(signal.SIGINT)
         if callable(on_sigint):

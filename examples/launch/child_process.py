@@ -150,8 +150,9 @@ class ChildProcess:
 
 def group_members(group_id: int) -> list[int]:
     """The processes of a group, less the dead ones that only wait to be noticed."""
-    stats = Path("/proc").glob("[0-9]*/stat")
-    return [int(stat.parent.name) for stat in stats if _runs_in_group(stat, group_id)]
+    # A glob for "*/stat" raises for a process that ends while it asks whether a file exists.
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if _runs_in_group(Path(f"/proc/{pid}/stat"), group_id)]
 
 
 def _runs_in_group(stat: Path, group_id: int) -> bool:

@@ -89,5 +89,5 @@ class RouterProcess:
 
 
 def _is_heard(worker: dict[str, Any]) -> bool:
-    events = worker["events"]
+    events = worker["ranks"][0]["events"]
     return worker["state"] == "up" and events is not None and events["connected"] is True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from kvplug.sim import engine_service
 from kvplug.sim.api import Api
 from kvplug.sim.completions import json_object
 from kvplug.sim.engine_config import SimConfig, parse
-from kvplug.sim.runner import EngineRunner
+from kvplug.sim.ranks import Ranks
 from kvplug.sim.tokenizer import FolderTokenizer, Tokenizer
 from kvplug.wire import Stored, to_wire
 from tests.benchmarks.outcome_text import WordTokenizer
@@ -46,12 +47,13 @@ class SlowApi(Api):
     def __init__(
         self,
         config: SimConfig,
-        runner: EngineRunner,
+        ranks: Ranks,
         tokenizer: Tokenizer,
+        event_sources: Mapping[str, Mapping[str, object]],
         *,
         tokenize_s_per_byte: float,
     ) -> None:
-        super().__init__(config, runner, tokenizer)
+        super().__init__(config, ranks, tokenizer, event_sources)
         self._s_per_byte = tokenize_s_per_byte
         self.application.add_routes(
             [

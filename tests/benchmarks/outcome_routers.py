@@ -130,7 +130,7 @@ def _asked(endpoint: Endpoint, path: str) -> Any:
 def _kvplug_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
     workers = (_asked(endpoint, "/health") or {}).get("workers", [])
     return len(workers) == num_engines and all(
-        worker["state"] == "up" and (worker["events"] or {}).get("connected") is True
+        worker["state"] == "up" and (worker["ranks"][0]["events"] or {}).get("connected") is True
         for worker in workers
     )
 

@@ -305,6 +305,7 @@ class TestClient:
         assert sent.answers[0].failure == "status 503: nobody is there"
 
 
+@pytest.mark.slow
 class TestShortForm:
     def test_kv_finds_more_in_caches_than_round_robin_with_the_same_bytes(self):
         asks = TINY.make(1)

@@ -124,6 +124,7 @@ class TestReport:
         predicted = {0: [Interval(20.0, 19, 21)], 8: [Interval(87.4, 80, 95)]}
         assert "20.0 to 87.4 times sooner at P50 (published: 20.5)" in range_line(predicted)
 
+    @pytest.mark.slow
     def test_it_is_drawn_and_tabled(self, tmp_path):
         results = {name: [result(1.0), result(1.1)] for name in ("random", "kv")}
         save_plot(results, tmp_path / "plot.png")

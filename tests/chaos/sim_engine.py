@@ -19,8 +19,8 @@ class CountingService(EngineService):
 
     num_batches = 0
 
-    def _start_publishing(self, started):
-        publish = super()._start_publishing(started)
+    def _start_publishing(self, started, rank):
+        publish = super()._start_publishing(started, rank)
 
         def count_and_publish(batch):
             self.num_batches += 1
@@ -29,7 +29,7 @@ class CountingService(EngineService):
         return count_and_publish
 
     def held(self):
-        hashes = self.engine.cache.pool.cached_hashes()
+        hashes = self.engines[0].cache.pool.cached_hashes()
         return {"blocks": list(map(event_id, hashes)), "num_batches": self.num_batches}
 
 

@@ -41,7 +41,7 @@ class LineEngine:
         }
         self._command = [str(python), str(SCRIPT), json.dumps(settings)]
         self._env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        self.num_batches, self.blocks = 0, set()
+        self.num_batches, self.blocks_of = 0, {}
 
     def start(self):
         pipe = subprocess.PIPE
@@ -64,9 +64,16 @@ class LineEngine:
         self._process.stdin.write(json.dumps({"prompts": prompts, **how}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
-        self.num_batches, self.blocks = answer["num_batches"], set(answer["blocks"])
+        self.num_batches, self.blocks_of = answer["num_batches"], {}
+        for group, name in answer["blocks"]:
+            self.blocks_of.setdefault(group, set()).add(name)
         self.generated = answer["generated"]
         return answer["cached"]
+
+    @property
+    def blocks(self):
+        """Those of all KV cache groups."""
+        return set().union(*self.blocks_of.values())
 
     def _answer(self):
         line = self._process.stdout.readline()
@@ -97,6 +104,20 @@ class Followed:
         index.check()
         held = {int(name) for name in index.engine_hashes_of(self.rank)}
         return len(self.engine.blocks - held), len(held - self.engine.blocks)
+
+    def apart_by_group(self):
+        """How many blocks only the engine has, and how many only the index, by KV cache group."""
+        self.settle()
+        index = self.router.index_of(self.rank)
+        index.check()
+        held = {
+            group: set(index.engine_hashes_of(self.rank, group=group).tolist())
+            for group in self.engine.blocks_of
+        }
+        return {
+            group: (len(blocks - held[group]), len(held[group] - blocks))
+            for group, blocks in self.engine.blocks_of.items()
+        }
 
     def predicted(self, tokens, *, salt="", lora=""):
         """What the router expects to be cached; vLLM always computes the last token itself."""

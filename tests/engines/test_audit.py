@@ -62,7 +62,7 @@ async def test_at_most_one_request_in_a_thousand_is_incorrectly_routed(engines, 
             return ledgers if is_done else None
 
         audited = await until(ledgers, "all requests are audited")
-        followers = [worker.follower for worker in service.fleet.workers.values()]
+        followers = [worker.followers[0] for worker in service.fleet.workers.values()]
         num_removed = sum(follower.num_removed for follower in followers)
         with capsys.disabled():
             show(audited, num_removed)

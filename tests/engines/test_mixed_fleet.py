@@ -43,7 +43,9 @@ async def routing(engines):
     config = ServerConfig(workers=tuple(specs), port=0, router=router, health_interval_s=0.2)
     async with RouterService(config) as service, aiohttp.ClientSession() as client:
         workers = [service.fleet.workers[e.url] for e in engines]
-        await until(lambda: all(w.is_up and w.follower.connected for w in workers), "all are up")
+        await until(
+            lambda: all(w.is_up and w.followers[0].connected for w in workers), "all are up"
+        )
         yield service, client
 
 
@@ -98,7 +100,7 @@ async def test_both_kinds_are_predicted_exactly_in_every_namespace(engines):
             worker = service.fleet.workers[engine.url]
             assert service.fleet.block_size_of(worker) == engine.block_size
             assert service.router.index_of(Rank(engine.url)).block_size == engine.block_size
-            assert dict(worker.follower.skipped) == {}
+            assert dict(worker.followers[0].skipped) == {}
         assert len(service.router.fleet_index.groups) == 2
 
 

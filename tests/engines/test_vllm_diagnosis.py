@@ -88,7 +88,7 @@ async def test_wrong_settings_are_named_and_their_fixes_are_the_engines_flags(en
 async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engines):
     _, other = engines
     async with routing(spec_of(other)) as (service, client):
-        follower = service.fleet.workers[other.url].follower
+        follower = service.fleet.workers[other.url].followers[0]
         num_before = 0
         while not follower.num_messages:  # until the subscription has arrived
             assert num_before < 50
@@ -111,7 +111,7 @@ async def test_with_the_right_settings_only_what_the_engine_lacks_is_left(engine
 async def test_blocks_of_another_size_are_rejected_and_counted(engines):
     _, other = engines
     async with routing(spec_of(other), block_size=64) as (service, client):
-        follower = service.fleet.workers[other.url].follower
+        follower = service.fleet.workers[other.url].followers[0]
         await until(lambda: follower.connected, "its events are followed")
         await complete(client, ids(110, 100), max_tokens=1)
         await until(lambda: follower.skipped["block_size"] == 3, "its blocks are refused")

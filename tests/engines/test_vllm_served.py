@@ -44,11 +44,13 @@ async def routing(engines, *, mode="kv", more_workers=(), knows_all=False):
     )
     async with RouterService(config) as service, aiohttp.ClientSession(service.url) as client:
         workers = [service.fleet.workers[e.url] for e in engines]
-        await until(lambda: all(w.is_up and w.follower.connected for w in workers), "all are up")
+        await until(
+            lambda: all(w.is_up and w.followers[0].connected for w in workers), "all are up"
+        )
         if knows_all:
             for engine in engines:  # a replay is doubted until a live event fits in with it
                 await complete_directly(engine, ids(7, 40))
-            exact = lambda: all(w.follower.trust.level is Trust.EXACT for w in workers)  # noqa: E731
+            exact = lambda: all(w.followers[0].trust.level is Trust.EXACT for w in workers)  # noqa: E731
             await until(exact, "everything was replayed")
         yield service, client
 
@@ -78,7 +80,7 @@ async def empty_caches(service, engines):
     """Have the engines forget what other tests left; a router that hears of it knows all again."""
     for engine in engines:
         await asyncio.to_thread(engine.empty_cache)
-    followers = [service.fleet.workers[engine.url].follower for engine in engines]
+    followers = [service.fleet.workers[engine.url].followers[0] for engine in engines]
     exact = lambda: all(each.trust.level is Trust.EXACT for each in followers)  # noqa: E731
     await until(exact, "the router knows that the caches are empty")
 
@@ -187,11 +189,13 @@ async def test_a_killed_engine_is_left_and_picked_up_again(engines):
             engine.start()
             await asyncio.to_thread(engine.wait_ready)
         worker = service.fleet.workers[engine.url]
-        await until(lambda: worker.is_up and worker.follower.connected, "it is back", timeout_s=60)
+        await until(
+            lambda: worker.is_up and worker.followers[0].connected, "it is back", timeout_s=60
+        )
         assert len(blocks_of(service, engine)) == 0
         await complete_directly(engine, ids(5, 96))
         await until(lambda: len(blocks_of(service, engine)) == 3, "its new blocks are known")
-        await until(lambda: worker.follower.trust.reason is None, "nothing is missing")
+        await until(lambda: worker.followers[0].trust.reason is None, "nothing is missing")
         with service.router._lock:
             service.router.index.check()
 

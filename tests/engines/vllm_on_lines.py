@@ -2,9 +2,11 @@
 
 usage: python vllm_on_lines.py '{"model": DIR, "port": EVENTS_PORT, "lora": FOLDER, "llm": {...}}'
 
-In:  one object a line: prompts (token ids), salt, lora, max_tokens.
+In:  one object a line: prompts (token ids), salt, lora, max_tokens,
+extra_args.
 Out: one object a line: cached tokens of each prompt, batches published so far, and the blocks in
-the engine's pool under the ids that its events use. The first line comes when it is ready.
+the engine's pool, each with its group and under the id that its events use. The first line comes
+when it is ready.
 """
 
 import json
@@ -27,7 +29,7 @@ from tiny_adapter import save_adapter
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
 
 def main(settings):
@@ -70,11 +72,17 @@ class Engine:
         self.num_batches += 1
         self._publish(batch)
 
-    def answer(self, prompts, salt=None, lora=None, max_tokens=1):
+    def answer(self, prompts, salt=None, lora=None, max_tokens=1, extra_args=None):
         salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=ids, **salted) for ids in prompts],
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0),
+            SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                temperature=0,
+                detokenize=False,
+                extra_args=extra_args,
+            ),
             use_tqdm=False,
             lora_request=LoRARequest(lora, 7, self.lora_folder) if lora else None,
         )
@@ -83,7 +91,9 @@ class Engine:
             "cached": [output.num_cached_tokens for output in outputs],
             "generated": [list(output.outputs[0].token_ids) for output in outputs],
             "num_batches": self.num_batches,
-            "blocks": [maybe_convert_block_hash(get_block_hash(key)) for key in keys],
+            "blocks": [
+                (get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in keys
+            ],
         }
 
 

@@ -59,6 +59,20 @@ def test_kill_ends_grandchildren_too(family):
     assert process.exit_status == -signal.SIGKILL
 
 
+def test_a_process_that_ends_while_a_group_is_listed_is_left_out(family, monkeypatch):
+    """Linux answers ESRCH, not ENOENT, for the files of a process that is just going."""
+    group_id = started(family()).members()[0]
+    ask = os.stat
+
+    def stat(path, *arguments, **named):
+        if str(path).startswith("/proc/") and str(path).endswith("/stat"):
+            raise ProcessLookupError(3, "No such process", str(path))
+        return ask(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert len(group_members(group_id)) == 3
+
+
 def test_stop_kills_what_does_not_listen(family):
     process = started(family())
     group_id = process.members()[0]

@@ -118,6 +118,7 @@ def run_demo(stand_in, tmp_path):
         demo.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["block", "asyncio"])
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_everything(run_demo, mode, signum, code):
@@ -129,6 +130,7 @@ def test_a_signal_stops_everything(run_demo, mode, signum, code):
     assert not demo.log_dir.exists()
 
 
+@pytest.mark.slow
 def test_a_failure_is_one_sentence(run_demo):
     demo = run_demo("fail")
     sentence = "the demo cannot go on: vllm-0 ended with status 1; its log is somewhere\n"
@@ -137,6 +139,7 @@ def test_a_failure_is_one_sentence(run_demo):
     assert demo.log_dir.exists()
 
 
+@pytest.mark.slow
 def test_unanswered_requests_are_a_failure(run_demo):
     demo = run_demo("unanswered")
     code, said = demo.end()
@@ -144,6 +147,7 @@ def test_unanswered_requests_are_a_failure(run_demo):
     assert f"the logs are in {demo.log_dir}" in said
 
 
+@pytest.mark.slow
 def test_success_leaves_nothing(run_demo):
     demo = run_demo("answered")
     assert demo.end() == (0, "")

@@ -60,6 +60,7 @@ def engines():
     b.shutdown()
 
 
+@pytest.mark.slow
 def test_a_gateway_follows_engines(engines):
     arguments = [f"{name},{e.endpoint},{e.replay_endpoint}" for name, e in engines.items()]
     command = [sys.executable, "-m", "examples.follow_engines", *arguments]

@@ -48,7 +48,7 @@ async def idle_connections():
             writer.close()
         await publish_blocks(direct, engines[1], 0)
         workers = await until_health(client, _all_known, "both caches are known")
-    blocks = [worker["events"]["blocks_stored"] for worker in workers]
+    blocks = [worker["ranks"][0]["events"]["blocks_stored"] for worker in workers]
     seen = f"{NUM_IDLE} idle connections: blocks known of two engines {blocks}, exact"
     return seen, defects_of(log)
 
@@ -138,10 +138,10 @@ def _all_up(workers):
 
 def _all_known(workers):
     """Every block of every engine, so none of an engine was lost."""
-    events = [worker["events"] for worker in workers]
+    events = [worker["ranks"][0]["events"] for worker in workers]
     blocks = {each["blocks_stored"] for each in events}
     return blocks == {NUM_PROMPTS * BLOCKS_PER_PROMPT} and {e["trust"] for e in events} == {"exact"}
 
 
 def _has_heard(workers):
-    return any(worker["events"]["blocks_stored"] for worker in workers)
+    return any(worker["ranks"][0]["events"]["blocks_stored"] for worker in workers)

@@ -27,7 +27,9 @@ async def many_workers():
         source.say(0)
         await until_health(client, _all_heard(1), "all have heard the message")
         workers = await until_health(client, _all_exact, "all replays have been answered")
-    blocks, trust = ([w["events"][name] for w in workers] for name in ("blocks_stored", "trust"))
+    blocks, trust = (
+        [w["ranks"][0]["events"][name] for w in workers] for name in ("blocks_stored", "trust")
+    )
     seen = f"{NUM_WORKERS} workers: {counted(trust)}; blocks of each: {counted(blocks)}"
     return seen, defects_of(log)
 
@@ -47,9 +49,9 @@ async def swapped_replay():
             for source in (first, second):
                 source.say(number)
             workers = await until_health(client, _all_heard(number - 4), "the message has come")
-            levels |= {worker["events"]["trust"] for worker in workers}
+            levels |= {worker["ranks"][0]["events"]["trust"] for worker in workers}
         workers = await until_health(client, _all_reasons, "both are named")
-        reasons = {worker["events"]["reason"] for worker in workers}
+        reasons = {worker["ranks"][0]["events"]["reason"] for worker in workers}
     defects = defects_of(log)
     if "exact" in levels:
         defects.append("a cache that is another engine's was called exact")
@@ -66,9 +68,12 @@ async def dead_replay():
         for number in range(NUM_MESSAGES):
             source.say(number)
             await until_health(client, _all_heard(number + 1), "the message has come")
-        is_given_up = lambda w: w[0]["events"]["replays"]["failed"] >= 3  # noqa: E731
+        is_given_up = lambda w: w[0]["ranks"][0]["events"]["replays"]["failed"] >= 3  # noqa: E731
         workers = await until_health(client, is_given_up, "three replays have failed")
-        events, resident = workers[0]["events"], workers[0]["cache"]["resident"]
+        events, resident = (
+            workers[0]["ranks"][0]["events"],
+            workers[0]["ranks"][0]["cache"]["resident"],
+        )
     defects = defects_of(log)
     if resident != NUM_MESSAGES or events["blocks_stored"] != NUM_MESSAGES:
         defects.append(f"expected {NUM_MESSAGES} blocks")
@@ -128,16 +133,16 @@ async def _router(stack, sources, workers):
 
 
 def _all_connected(workers):
-    return all(worker["events"]["connected"] for worker in workers)
+    return all(worker["ranks"][0]["events"]["connected"] for worker in workers)
 
 
 def _all_exact(workers):
-    return all(worker["events"]["trust"] == "exact" for worker in workers)
+    return all(worker["ranks"][0]["events"]["trust"] == "exact" for worker in workers)
 
 
 def _all_heard(num_messages):
-    return lambda workers: all(w["events"]["messages"] == num_messages for w in workers)
+    return lambda workers: all(w["ranks"][0]["events"]["messages"] == num_messages for w in workers)
 
 
 def _all_reasons(workers):
-    return all("replay" in (worker["events"]["reason"] or "") for worker in workers)
+    return all("replay" in (worker["ranks"][0]["events"]["reason"] or "") for worker in workers)
