@@ -21,6 +21,7 @@ class RejectReason(StrEnum):
     MISALIGNED = "misaligned"  # tokens do not make as many blocks as there are hashes
     BAD_VALUE = "bad_value"  # of an event made by hand: a hash, token or tier that is none
     CONFLICTING_HASH = "conflicting_hash"  # one engine hash for two contents, or the reverse
+    ADAPTER_RELOADED = "adapter_reloaded"  # of a LoRA adapter's weights before; no more in use
     NO_TOKENS = "no_tokens"  # a copy of a block whose content no event has said
     BIGRAM_TOKENS = "bigram_tokens"  # by pairs of tokens, and the rank's others are not, or back
     UNKNOWN_POOL = "unknown_pool"  # in a CXL pool, but no event has said in which
@@ -51,6 +52,11 @@ class ApplyResult:
         if self._rejected is None:  # made late: most batches refuse nothing
             self._rejected = Counter()
         return self._rejected
+
+    @property
+    def num_forgotten(self) -> int:
+        """Blocks that the engine still has, and that are of no use any more."""
+        return self._rejected[RejectReason.ADAPTER_RELOADED.value] if self._rejected else 0
 
     def reject(self, reason: RejectReason, num_blocks: int) -> None:
         """Count blocks that were not applied."""

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvplug.events import EventBatch, Rank, Tier
 from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
+from kvplug.index.adapters import AdapterSeeds
 from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.arrays import ArrayVersion
@@ -83,11 +84,12 @@ class BlockIndex:
         self.annotations = Annotations(annotations, self.numbers, self.block_store)
         self.cache_groups = CacheGroups(self.numbers, self.block_store, block_size)
         self._repeated_stores = RepeatedStores()
+        self.adapters = AdapterSeeds(self.block_store)
         self._confidence: F64 = np.ones(0)
         self._prefix_query: PrefixQuery | None = None
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
         buffers = EventBuffers(self._version)
-        others = _Others(self.speculative, self.annotations, buffers)
+        others = _Others(self.speculative, self.annotations, self.adapters, buffers)
         self.capacity_guard = CapacityGuard(bounds, self.hash_spaces, others)
         flag = np.zeros(1, dtype=np.uint8) if query_waiting is None else query_waiting
         parts = IndexParts(
@@ -98,6 +100,7 @@ class BlockIndex:
             self.annotations,
             self.cache_groups,
             self._repeated_stores,
+            self.adapters,
             buffers,
         )
         self.events = EventApplier(parts, flag)
@@ -166,6 +169,12 @@ class BlockIndex:
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
         return self.events.clear(rank, tier)
+
+    def forget_adapter(self, rank: Rank, lora_name: str) -> int:
+        """The LoRA adapter has other weights now, so the rank's blocks of it are of no use any
+        more; returns how many copies it had. An event that shows it has the same effect.
+        """
+        return self.events.forget_adapter(rank, lora_name)
 
     def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
         """As EventApplier.apply."""
@@ -263,14 +272,15 @@ class _Others(NamedTuple):
 
     speculative: ExpiringBlocks
     annotations: Annotations
+    adapters: AdapterSeeds
     buffers: EventBuffers
 
     @property
     def nbytes(self) -> int:
-        return self.speculative.nbytes + self.annotations.nbytes + self.buffers.nbytes
+        return sum(part.nbytes for part in self)
 
     def shrink(self) -> bool:
-        return self.buffers.shrink() or self.annotations.shrink()
+        return self.buffers.shrink() or self.annotations.shrink() or self.adapters.shrink()
 
     def erase_gone(self) -> None:
         self.annotations.erase_gone()

@@ -195,8 +195,12 @@ class BlockStore:
 
     def seed_of(self, sequence_hash: int) -> int:
         """The seed of a block's namespace."""
-        place = self.table.find(np.array([sequence_hash], dtype=np.uint64))
-        return int(self.runs.column(runs.SEED)[place & np.uint64(0xFFFFFFFF)][0])
+        return int(self.seeds_of(np.array([sequence_hash], dtype=np.uint64))[0])
+
+    def seeds_of(self, sequence_hashes: U64) -> U64:
+        """uint64[blocks], the seed of each block's namespace."""
+        places = self.table.find(sequence_hashes)
+        return np.asarray(self.runs.column(runs.SEED)[places & np.uint64(0xFFFFFFFF)])
 
     def which_held(self, sequence_hashes: U64, holders: list[int]) -> Mask:
         """bool[blocks], whether any of the holders has the block."""

@@ -44,6 +44,7 @@ class EventApplier:
     def __init__(self, parts: IndexParts, query_waiting: Flag) -> None:
         self._kernels = _KernelEvents(parts, query_waiting)
         self._single = SingleEvents(parts, self.clear)
+        self.forget_adapter = self._single.forget_adapter
         self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
         self._capacity_guard = parts.capacity_guard
         self._has_bound = parts.capacity_guard.bounds.max_bytes is not None

@@ -80,6 +80,10 @@ class EvictedHashFilter:
         self._num_left -= num_hashes
         return self.words
 
+    def remember(self, engine_hashes: U64) -> None:
+        """They left in another way than by an eviction, and are known as if by one."""
+        kernels.remember(self.reserve(len(engine_hashes), 0), engine_hashes)
+
     def __contains__(self, engine_hash: int) -> bool:
         asked = np.uint64(engine_hash)
         return any(

@@ -29,6 +29,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, as_tokens, seed_of
+from kvplug.index.adapters import AdapterSeeds
 from kvplug.index.annotations import Annotations
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_annotation import EventBlocks, NamesBlocks
@@ -58,11 +59,12 @@ class IndexParts(NamedTuple):
     annotations: Annotations
     cache_groups: CacheGroups
     repeated_stores: RepeatedStores
+    adapters: AdapterSeeds
     buffers: EventBuffers
 
 
 class SingleEvents:
-    """apply, apply_packed.
+    """apply, apply_packed, forget_adapter.
 
     `clear` takes a rank and a tier, None for all of them, and returns how many copies it dropped.
     """
@@ -73,7 +75,7 @@ class SingleEvents:
         self._capacity_guard = parts.capacity_guard
         self._block_store = parts.capacity_guard.block_store
         self._annotations, self._cache_groups = parts.annotations, parts.cache_groups
-        self._repeated_stores = parts.repeated_stores
+        self._repeated_stores, self._adapters = parts.repeated_stores, parts.adapters
         self._clear = clear
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
@@ -169,9 +171,49 @@ class SingleEvents:
             # Its engine hashes are not the others': another algorithm, another seed.
             self._hash_spaces.part(rank)
             self._hold(rank, event, span, holder, applied)
+        elif self._is_reloaded(rank, span, applied):
+            self._hold(rank, event, span, holder, applied)
         else:
             applied.reject(RejectReason.CONFLICTING_HASH, num_blocks)
         return None
+
+    def _is_reloaded(self, rank: Rank, span: BlockSpan, applied: ApplyResult) -> bool:
+        """Whether an adapter has other weights now, as its blocks have other engine hashes than the
+        same ones before, which are gone from the index then.
+        """
+        adapter = self._adapters.adapter_of(span.seed)
+        known = self._hash_spaces.of(rank).table.find(span.engine_hashes)
+        has_two_contents = ((known != 0) & (known != span.hashes)).any()
+        if not adapter or has_two_contents:
+            return False
+        num_forgotten = self.forget_adapter(rank, adapter)
+        applied.reject(RejectReason.ADAPTER_RELOADED, num_forgotten)
+        return num_forgotten > 0
+
+    def forget_adapter(self, rank: Rank, lora_name: str) -> int:
+        """Drop the rank's blocks of an adapter; returns how many copies they were.
+
+        The engine may still name them, as parents of what it computed with the former weights.
+        """
+        number, hash_space = self._numbers.number_of(rank), self._hash_spaces.of(rank)
+        holders = self._numbers.holders(number, None)
+        engine_hashes, hashes = hash_space.table.items()
+        is_mine = self._block_store.which_held(hashes, holders)
+        is_mine &= np.isin(self._block_store.seeds_of(hashes), self._adapters.of(lora_name))
+        engine_hashes, hashes = engine_hashes[is_mine], hashes[is_mine]
+        num_dropped = sum(self._drop_all(rank, holder, engine_hashes) for holder in holders)
+        self._capacity_guard.evicted_hashes.remember(engine_hashes)
+        self._annotations.on_removed(self._blocks(rank, engine_hashes, hashes))
+        return num_dropped
+
+    def _drop_all(self, rank: Rank, holder: int, engine_hashes: U64) -> int:
+        """Every copy that the holder has of these blocks."""
+        hash_space, num_dropped, num_now = self._hash_spaces.of(rank), 0, 1
+        while num_now:
+            arrays = self._hash_spaces.arrays_of(hash_space)
+            num_now = self._block_store.drop_engine_hashes(holder, engine_hashes, arrays)
+            num_dropped += num_now
+        return num_dropped
 
     def _is_report(
         self, rank_number: int, event: BlockStored | PackedStored, span: BlockSpan, holder: int
@@ -247,7 +289,9 @@ class SingleEvents:
     def _namespace_seed(self, event: BlockStored, parent: SequenceHash | None) -> int:
         # Real vLLM (0.32) names the salt of a prompt with its first chunk only.
         if event.namespace is not None:
-            return seed_of(event.namespace)
+            seed = seed_of(event.namespace)
+            self._adapters.note(event.namespace, seed)
+            return seed
         return BASE_SEED if parent is None else self._block_store.seed_of(parent)
 
 

@@ -68,7 +68,8 @@ class _RankGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ranks, confidence: by number, ranks None where one is free; hash_spaces: the ranks of each,
-    of which number `common` takes new ranks; annotations: what each one says of itself.
+    of which number `common` takes new ranks; annotations: what each one says of itself;
+    adapter_seeds: of the namespaces of LoRA adapters.
     """
 
     layout: int
@@ -81,6 +82,7 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pools: list[_Pool]
     groups: list[_RankGroups]
     annotations: dict[str, Any]
+    adapter_seeds: dict[str, list[int]]
 
 
 class Snapshot:
@@ -107,6 +109,7 @@ class Snapshot:
             pools=[_Pool(holder, *behind) for holder, behind in pools.items()],
             groups=[_rank_groups(*each) for each in index.cache_groups.items()],
             annotations=annotations,
+            adapter_seeds=index.adapters.items(),
         )
 
     def write(self, path: Path) -> None:
@@ -165,6 +168,7 @@ def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
     index.hash_spaces.load(settings.hash_spaces, tables, settings.common)
     of_annotations = {name: array for name, array in arrays.items() if "." in name}
     index.annotations.load(settings.annotations, of_annotations)
+    index.adapters.load(settings.adapter_seeds)
     index.confidence = np.array(settings.confidence, dtype=np.float64)
 
 

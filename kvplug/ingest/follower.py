@@ -53,7 +53,9 @@ _FIX = {
     RejectReason.BLOCK_SIZE.value: "start the router with the engine's --block-size",
     RejectReason.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
     "blocks become known again as it stores new prefixes, or at once when it restarts",
-    RejectReason.CONFLICTING_HASH.value: "the engine gives one id to two contents",
+    RejectReason.CONFLICTING_HASH.value: "hashes of the engine and contents contradict each other",
+    RejectReason.ADAPTER_RELOADED.value: "blocks that a LoRA adapter computed with other weights "
+    "are forgotten; nothing is missing",
     RejectReason.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs "
     "of tokens; route such engines by load",
     RejectReason.GROUP_BLOCK_SIZE.value: "the engine's KV cache groups have blocks of different "

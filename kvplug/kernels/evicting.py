@@ -54,6 +54,13 @@ def _remember(words: U64, engine_hash: np.uint64) -> None:
         words[bit >> _6] |= _1 << (bit & _63)
 
 
+@kernel(void(writes(u8), reads(u8)))
+def remember(words: U64, engine_hashes: U64) -> None:
+    """The engine hashes are in the filter from now on."""
+    for engine_hash in engine_hashes:
+        _remember(words, np.uint64(engine_hash))
+
+
 @kernel(b1(reads(u8), u8))
 def is_remembered(words: U64, engine_hash: np.uint64) -> bool:
     """Whether the engine hash is in the filter."""

@@ -119,7 +119,8 @@ class CacheSizes:
         before = size.capacity
         if applied.was_cleared:
             size.num_evicted = 0  # it starts over
-        num_evicted = self._num_evicted(rank, num_before - num_now, applied.num_removed)
+        num_gone = num_before - num_now - applied.num_forgotten
+        num_evicted = self._num_evicted(rank, num_gone, applied.num_removed)
         is_new = size.see(max(num_before, num_now), num_evicted)
         if is_new or size.capacity != before:
             self._put(rank, size, is_new_problem=is_new)
@@ -132,6 +133,11 @@ class CacheSizes:
 
     def note_confidence(self, rank: Rank) -> None:
         """What the rank's blocks count for has changed."""
+        if rank in self._fleet_index.numbers:
+            self._put_resident(rank)
+
+    def note_forgotten(self, rank: Rank) -> None:
+        """Blocks of the rank were forgotten that its engine still has."""
         if rank in self._fleet_index.numbers:
             self._put_resident(rank)
 

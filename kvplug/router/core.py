@@ -224,6 +224,21 @@ class Router:
             self._observer.on_clear(rank)
             return num_dropped
 
+    def forget_adapter(self, worker: str, lora_name: str) -> int:
+        """The worker has loaded a LoRA adapter again, with other weights; returns how many blocks
+        of it its ranks had.
+
+        vLLM never reuses them, if the weights came from another path. An event that stores one of
+        them anew has the same effect; until then they would count.
+        """
+        num_forgotten = 0
+        with self._lock.low_priority:
+            for rank in self.ranks:
+                if rank.worker == worker:
+                    num_forgotten += self.fleet_index.forget_adapter(rank, lora_name)
+                    self.cache_sizes.note_forgotten(rank)
+        return num_forgotten
+
     def save_index(self, path: Path) -> None:
         """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
         events wait.

@@ -199,6 +199,10 @@ class FleetIndex:
             member.holding.add(rank)
         return at
 
+    def forget_adapter(self, rank: Rank, lora_name: str) -> int:
+        """As BlockIndex.forget_adapter."""
+        return self._members[rank.worker].group.index.forget_adapter(rank, lora_name)
+
     def start_clear(self, rank: Rank) -> Clearing:
         """As EventApplier.start_clear; `end_clear` once it is done."""
         return self._members[rank.worker].group.index.events.start_clear(rank)

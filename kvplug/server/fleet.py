@@ -43,8 +43,9 @@ class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
-    name, what it serves, adapters included; num_times_up: how often it came up, as each time it
-    may be another engine; num_failed_looks: since it last answered one.
+    name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
+    from, of former adapters, too; num_times_up: how often it came up, as each time it may be
+    another engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
@@ -52,6 +53,7 @@ class Worker:
     followers: dict[int, Follower] = field(default_factory=dict)
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
+    lora_paths: dict[str, str] = field(default_factory=dict)
     num_times_up: int = 0
     num_failed_looks: int = 0
 
@@ -186,6 +188,7 @@ class Fleet:
         if models != worker.models:
             worker.models = models
             self._note_models()
+            await asyncio.to_thread(self._forget_reloaded, worker)
             # In a thread, as it waits for a run of events to end.
             await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
         if not worker.is_up:
@@ -225,6 +228,20 @@ class Fleet:
         worker.sources = sources
         if self.uses_events:
             worker.followers = self._events.set_sources(worker.spec, sources)
+
+    def _forget_reloaded(self, worker: Worker) -> None:
+        """An adapter that was loaded from another path reuses nothing of what it computed before
+        (vLLM 0.32 hashes the path).
+        """
+        paths = {each.lora_name: each.lora_path for each in worker.models.values()}
+        for lora_name, path in paths.items():
+            before = worker.lora_paths.get(lora_name, path)
+            if before != path and self.uses_events:
+                num = self._router.forget_adapter(worker.url, lora_name)
+                text = "worker %s: adapter %r is loaded from %r now, %d blocks of it from %r are "
+                text += "forgotten"
+                logger.info(text, worker.url, lora_name, path, num, before)
+        worker.lora_paths |= paths
 
     def _warn_of_unfollowed(self, worker: Worker) -> None:
         unknown = [rank for rank in worker.ranks if self.follower_of(rank) is None]

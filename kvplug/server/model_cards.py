@@ -16,12 +16,14 @@ class Served(msgspec.Struct, frozen=True):
     """What stands behind a name.
 
     base: the model; lora_name: the adapter on top of it, "" for none; root: where the engine
-    loaded the model from, the folder of the tokenizer that is used with adapters, too.
+    loaded the model from, the folder of the tokenizer that is used with adapters, too; lora_path:
+    where it loaded the adapter from.
     """
 
     base: str
     lora_name: str = ""
     root: str = ""
+    lora_path: str = ""
 
 
 Models = Mapping[str, Served]
@@ -78,7 +80,7 @@ def _name(card: _Card) -> str:
 def _served(card: _Card, roots: dict[str, str]) -> Served:
     if not card.parent:
         return Served(card.id, "", roots[card.id])
-    return Served(card.parent, card.id, roots.get(card.parent, ""))
+    return Served(card.parent, card.id, roots.get(card.parent, ""), card.root or "")
 
 
 class _Card(msgspec.Struct):

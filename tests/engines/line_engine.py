@@ -88,6 +88,7 @@ class Followed:
         self.engine, self.router = engine, router
         self.rank = Rank(engine.name)
         self.follower = Follower(router, self.rank)
+        self._unreachable = set()
         listener.follow(self.follower, f"tcp://127.0.0.1:{engine.port}")
         wait_until(lambda: self.follower.connected, "the event stream is connected")
 
@@ -97,13 +98,22 @@ class Followed:
         arrived = lambda: last < 0 or self.follower.sequencer.last == last  # noqa: E731
         wait_until(arrived, "every batch has arrived")
 
+    def forget_adapter(self, lora):
+        """The engine has loaded it again, and keeps blocks that no request can reach."""
+        self.settle()
+        before = self._held()
+        self.router.forget_adapter(self.rank.worker, lora)
+        self._unreachable |= before - self._held()
+
+    def _held(self):
+        return set(self.router.index_of(self.rank).engine_hashes_of(self.rank).tolist())
+
     def apart(self):
         """How many blocks only the engine has, and how many only the index."""
         self.settle()
-        index = self.router.index_of(self.rank)
-        index.check()
-        held = {int(name) for name in index.engine_hashes_of(self.rank)}
-        return len(self.engine.blocks - held), len(held - self.engine.blocks)
+        self.router.index_of(self.rank).check()
+        blocks, held = self.engine.blocks - self._unreachable, self._held()
+        return len(blocks - held), len(held - blocks)
 
     def apart_by_group(self):
         """How many blocks only the engine has, and how many only the index, by KV cache group."""
@@ -115,7 +125,7 @@ class Followed:
             for group in self.engine.blocks_of
         }
         return {
-            group: (len(blocks - held[group]), len(held[group] - blocks))
+            group: (len(blocks - held[group] - self._unreachable), len(held[group] - blocks))
             for group, blocks in self.engine.blocks_of.items()
         }
 

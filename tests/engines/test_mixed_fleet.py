@@ -20,13 +20,19 @@ from tests.waiting import until
 
 
 class VllmWithAdapter(VllmServer):
-    """It has an adapter by the name of `tiny`."""
+    """It has an adapter by the name of `tiny`, and takes others while it runs."""
 
     def __init__(self, name, settings, *, log_dir):
-        adapter = log_dir / "adapter"
-        save_adapter(adapter)
-        flags = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tiny={adapter}")
-        super().__init__(name, replace(settings, extra_flags=flags), log_dir=log_dir)
+        self.adapters = log_dir
+        flags = ("--enable-lora", "--max-lora-rank", "8")
+        flags += ("--lora-modules", f"tiny={self.new_adapter('adapter')}")
+        env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        more = replace(settings, extra_flags=flags, extra_env=env)
+        super().__init__(name, more, log_dir=log_dir)
+
+    def new_adapter(self, name):
+        save_adapter(self.adapters / name)
+        return self.adapters / name
 
 
 pytestmark = uses(
@@ -116,6 +122,32 @@ async def test_an_adapter_is_asked_for_by_its_name_and_matched_by_it(engines):
         assert found == (vllm.url, 256, 256)
         _, *found = await ask(service, client, [*prompt, 7])
         assert found == [0, 0]
+
+
+async def test_an_adapter_that_is_loaded_again_counts_for_nothing_it_computed_before(engines):
+    vllm, _ = engines
+    async with routing(engines) as (service, client):
+        worker = service.fleet.workers[vllm.url]
+        await load_adapter(client, vllm, "again", "first", load_inplace=False)
+        await until(lambda: "again" in worker.models, "it is served")
+        prompts = [ids(500, 256), ids(501, 256)]
+        for prompt in prompts:
+            await prime(service, client, vllm, prompt, lora="again", model="again")
+        await load_adapter(client, vllm, "again", "second", load_inplace=True)
+        second = str(vllm.adapters / "second")
+        await until(lambda: worker.lora_paths["again"] == second, "the router has seen it")
+        found = await ask(service, client, [*prompts[0], 7], model="again")
+        assert found == (vllm.url, 0, 0)
+        await prime(service, client, vllm, prompts[0], lora="again", model="again")
+        found = await ask(service, client, [*prompts[0], 7], model="again")
+        assert found == (vllm.url, 256, 256)
+        assert dict(worker.followers[0].skipped) == {}
+
+
+async def load_adapter(client, engine, name, folder, **how):
+    body = {"lora_name": name, "lora_path": str(engine.new_adapter(folder)), **how}
+    async with client.post(f"{engine.url}/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200, await response.text()
 
 
 async def test_the_longer_prefix_wins_in_tokens_not_in_blocks(engines):

@@ -2,8 +2,8 @@
 
 usage: python vllm_on_lines.py '{"model": DIR, "port": EVENTS_PORT, "lora": FOLDER, "llm": {...}}'
 
-In:  one object a line: prompts (token ids), salt, lora, max_tokens,
-extra_args.
+In:  one object a line: prompts (token ids), salt, max_tokens, extra_args; lora, the name of an
+adapter, and weights, the number of the folder that it is loaded from.
 Out: one object a line: cached tokens of each prompt, batches published so far, and the blocks in
 the engine's pool, each with its group and under the id that its events use. The first line comes
 when it is ready.
@@ -46,8 +46,7 @@ class Engine:
     def __init__(self, settings):
         self.lora_folder = settings.get("lora")
         lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if self.lora_folder else {}
-        if self.lora_folder:
-            save_adapter(Path(self.lora_folder))
+        self.lora_paths = {}
         self.llm = LLM(
             settings["model"],
             dtype="bfloat16",
@@ -72,7 +71,16 @@ class Engine:
         self.num_batches += 1
         self._publish(batch)
 
-    def answer(self, prompts, salt=None, lora=None, max_tokens=1, extra_args=None):
+    def adapter(self, name, weights):
+        """Loaded again in place if the weights are others than for the last request."""
+        path = Path(f"{self.lora_folder}-{weights}")
+        before = self.lora_paths.get(name, path)
+        self.lora_paths[name] = path
+        save_adapter(path)
+        number = 1 + list(self.lora_paths).index(name)
+        return LoRARequest(name, number, str(path), load_inplace=path != before)
+
+    def answer(self, prompts, salt=None, lora=None, weights=0, max_tokens=1, extra_args=None):
         salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=ids, **salted) for ids in prompts],
@@ -84,7 +92,7 @@ class Engine:
                 extra_args=extra_args,
             ),
             use_tqdm=False,
-            lora_request=LoRARequest(lora, 7, self.lora_folder) if lora else None,
+            lora_request=self.adapter(lora, weights) if lora else None,
         )
         keys = self.pool.cached_block_hash_to_block._cache
         return {

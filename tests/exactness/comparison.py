@@ -59,12 +59,17 @@ class Tally:
 def compare(followed, num_requests, ask, seed=0):
     """Ask, with answers of one or of 40 tokens; every 20 requests compare the blocks.
 
-    ask(rnd): what else goes with a request.
+    ask(rnd): what else goes with a request. When an adapter has other weights than before, the
+    router is told.
     """
-    tally, rnd = Tally(), random.Random(seed)
+    tally, rnd, weights = Tally(), random.Random(seed), {}
     for number, prompt in zip(range(num_requests), prompts(seed), strict=False):
         how = ask(rnd)
-        predicted = followed.predicted(prompt, salt=how.get("salt", ""))
+        lora = how.get("lora", "")
+        if how.get("weights") != weights.setdefault(lora, how.get("weights")):
+            followed.forget_adapter(lora)
+            weights[lora] = how["weights"]
+        predicted = followed.predicted(prompt, salt=how.get("salt", ""), lora=lora)
         [cached] = followed.engine.ask(prompt, max_tokens=rnd.choice([1, 1, 1, 40]), **how)
         tally.note(predicted, cached)
         if number % 20 == 19 or number == num_requests - 1:

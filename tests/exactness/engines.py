@@ -29,6 +29,19 @@ def with_full_reports(rnd):
     return {"extra_args": {"kv_cache_report_mode": "full"}} if is_full else {}
 
 
+class Adapters:
+    """Two of them; the weights of one change every 100 requests, in place."""
+
+    def __init__(self):
+        self._num_asked = 0
+
+    def __call__(self, rnd):
+        self._num_asked += 1
+        lora, salt = rnd.choice([None, "x", "y"]), rnd.choice(["", "", "tenant-a"])
+        weights = self._num_asked // 100 if lora == "x" else 0
+        return {"salt": salt, "lora": lora, "weights": weights} if lora else {"salt": salt}
+
+
 def eagle_in(folder):
     """The settings of an EAGLE head with random weights, written to this folder."""
     return {
@@ -43,11 +56,13 @@ def eagle_in(folder):
 class Row:
     """model: in tests/exactness/models.py; num_blocks: few enough to be full after some dozens of
     requests, and each group takes its own out of them; ask: what goes with a request; llm: what
-    goes to vLLM; drafts: whether with an EAGLE head, which the router is told.
+    goes to vLLM; drafts: whether with an EAGLE head, which the router is told; has_adapters:
+    whether requests name LoRA adapters.
     """
 
     model: str
     drafts: bool = False
+    has_adapters: bool = False
     num_blocks: int = 100
     ask: Callable[[Any], dict] = plainly
     llm: dict = field(default_factory=dict)
@@ -64,6 +79,7 @@ class Row:
                 skip_tokenizer_init=True,
                 enable_prefix_caching=True,
                 num_gpu_blocks_override=self.num_blocks,
+                lora=folder / "adapter" if self.has_adapters else None,
                 **self.llm,
                 **speculative,
             )
@@ -76,6 +92,9 @@ ROWS = {
     "full attention, salts": Row("plain", ask=with_salts),
     "full attention, chunks of 96 tokens": Row("plain", llm={"max_num_batched_tokens": 96}),
     "full attention, full reports": Row("plain", ask=with_full_reports),
+    "full attention, two adapters, one loaded again in place": Row(
+        "plain", ask=Adapters(), has_adapters=True
+    ),
     "full attention, EAGLE": Row("plain", drafts=True),
     "a window and full attention (Gemma 3)": Row("window-and-full"),
     "five windows and full attention (Gemma 3)": Row("five-windows-and-full", num_blocks=300),

@@ -222,6 +222,30 @@ def test_a_filter_remembers_at_least_as_many_names_as_it_was_made_for():
     assert num_mistaken < 500
 
 
+hashes = st.integers(0, 2**64 - 1)
+
+
+@given(some=st.lists(hashes, max_size=50), others=st.lists(hashes, max_size=50))
+def test_a_filter_knows_all_that_it_was_told_to_remember(some, others):
+    names = EvictedHashFilter(max_nbytes=1024)
+    names.remember(np.array(some, dtype=np.uint64))
+    assert all(name in names for name in some)
+    expected = bits_of(some, len(names.words))
+    is_known = [bits_of([name], len(names.words)) <= expected for name in others]
+    assert [name in names for name in others] == is_known
+
+
+def bits_of(names, num_words):
+    """The bits of a filter that these have: two each, by the halves of a mixed hash."""
+    bits = set()
+    for name in names:
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            name = (name ^ (name >> 33)) * factor % 2**64
+        name ^= name >> 33
+        bits |= {(half * 64 * num_words) >> 32 for half in (name % 2**32, name >> 32)}
+    return bits
+
+
 @pytest.mark.parametrize("bounds", [{"max_blocks": 0}, {"max_bytes": 1000}])
 def test_senseless_bounds_are_rejected(bounds):
     with pytest.raises(ConfigError):

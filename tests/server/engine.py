@@ -23,7 +23,7 @@ class Engine:
         self.models, self.behaviour, self.gate = models, "ok", asyncio.Event()
         self.adapters, self.owned_by = adapters, owned_by
         self.num_requests, self.last_body, self.last_headers = 0, b"", {}
-        self.api_key, self.root = None, ""
+        self.api_key, self.root, self.lora_path = None, "", "x"
         self.last_path, self.is_healthy = "", asyncio.Event()
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
@@ -37,7 +37,9 @@ class Engine:
         common = {"object": "model", "owned_by": self.owned_by}
         cards = [{"id": name, "root": self.root, **common} for name in self.models]
         base = self.models[0] if self.models else None
-        cards += [{"id": name, "root": "x", "parent": base, **common} for name in self.adapters]
+        cards += [
+            {"id": name, "root": self.lora_path, "parent": base, **common} for name in self.adapters
+        ]
         return web.json_response({"object": "list", "data": cards})
 
     async def say(self, request):

@@ -17,14 +17,14 @@ def test_an_adapter_has_the_tokenizer_of_its_model():
     assert served == {
         "m": Served("m", "", "/models/m"),
         "alias": Served("alias", "", "/models/m"),
-        "l": Served("m", "l", "/models/m"),
+        "l": Served("m", "l", "/models/m", "/adapters/l"),
     }
     assert (model_of(served), model_of({})) == ("m", "")
 
 
 def test_an_adapter_of_sglang_has_the_name_that_sglang_understands():
     served = served_by(VLLM.replace(b'"vllm"', b'"sglang"'))
-    assert served["m:l"] == Served("m", "l", "/models/m")
+    assert served["m:l"] == Served("m", "l", "/models/m", "/adapters/l")
     assert "l" not in served
 
 

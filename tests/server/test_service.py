@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
 from kvplug import BlockStored, EventBatch, Namespace, Rank
@@ -508,3 +509,21 @@ async def test_requests_in_flight_may_end_when_the_router_stops():
 def accepts(url):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0
+
+
+async def test_an_adapter_from_another_path_keeps_nothing_of_what_it_computed_before():
+    engine = Engine(adapters=["l"])
+    async with routing(engine) as (service, _):
+        [worker] = service.fleet.workers.values()
+        await until(lambda: worker.lora_paths.get("l") == "x", "it is known where it came from")
+        stored = BlockStored(
+            block_hashes=(1,), token_ids=(1, 2, 3, 4), block_size=4, namespace=Namespace("l")
+        )
+        others = structs.replace(stored, block_hashes=(2,), namespace=Namespace("other"))
+        service.router.apply(Rank(worker.url), EventBatch(events=(stored, others)))
+        engine.adapters = []
+        await until(lambda: "l" not in worker.models, "it is unloaded")
+        assert len(service.router.index) == 2
+        engine.adapters, engine.lora_path = ["l"], "y"
+        await until(lambda: len(service.router.index) == 1, "its blocks are forgotten")
+        assert service.router.index.engine_hashes_of(Rank(worker.url)).tolist() == [2]

@@ -31,6 +31,7 @@ _HARMLESS_SKIPS = {
     "duplicate",
     RejectReason.UNKNOWN_BLOCK.value,
     RejectReason.GROUP_TIER.value,
+    RejectReason.ADAPTER_RELOADED.value,
 }
 
 
