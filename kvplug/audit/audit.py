@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvplug.audit import contradictions
+from kvplug.audit.contradictions import Blocks, Scope
 from kvplug.audit.evidence import EventTimes, Surpluses
 from kvplug.audit.expectation import TOLERANCE_S, Expectation, Verdict
 from kvplug.audit.ledger import RankLedger
@@ -129,6 +131,27 @@ class Audit(RouterObserver):
             ledger = self._ledgers.get(rank)
             return RankLedger().accuracy if ledger is None else ledger.accuracy
 
+    def evidence_of(self, rank: Rank) -> RankEvidence:
+        """What its answers tell of a rank's events."""
+        return RankEvidence(self, rank)
+
+    def confidence(self, rank: Rank) -> float:
+        """What blocks of the rank are worth if not all of its events are known: its accuracy, or 0
+        if its engine contradicts them.
+        """
+        is_contradicted = self.contradicted(rank) is not None
+        return 0.0 if is_contradicted else self.accuracy(rank)
+
+    def contradicted(self, rank: Rank) -> tuple[int, int] | None:
+        """If the engine reuses again and again less than it says its device has: how many of the
+        last requests that counted on it had less, and how many there were.
+        """
+        with self.router.locked():
+            ledger = self._ledgers.get(rank)
+            if ledger is None or contradictions.DEVICE not in ledger.contradictions:
+                return None
+            return ledger.contradictions.counts(contradictions.DEVICE)
+
     def on_decision(self, decision: Decision, request: ActiveRequest) -> None:
         """Remember what a decision counts on; a share of all, drawn by chance."""
         if self._random.random() >= self._sample:
@@ -142,6 +165,7 @@ class Audit(RouterObserver):
             block_size=decision.block_size,
             predicted=decision.overlap_blocks,
             resident=resident,
+            num_lower=round(request.lower_tokens / decision.block_size),
             lowest=decision.overlap_blocks,
             lowest_then=decision.overlap_blocks,
             held=resident,
@@ -277,6 +301,7 @@ class Audit(RouterObserver):
         if cached_tokens is not None:
             verdict = self._judge(expectation, cached_tokens)
             ledger.enter(expectation, cached_tokens, verdict)
+            self._look_for_contradictions(ledger, expectation, verdict, cached_tokens)
             self._learn_recomputed(ledger, expectation, cached_tokens)
 
     def _num_recomputed(self, rank: Rank) -> int:
@@ -293,6 +318,7 @@ class Audit(RouterObserver):
         rank, num_before = expectation.rank, self._num_recomputed(expectation.rank)
         num_now = num_before + ledger.note_error(expectation.error(cached_tokens))
         if num_now not in (num_before, -1, 2):
+            ledger.contradictions.forget(contradictions.DEVICE)
             self.router.fleet_index.set_recomputed(rank, num_now)
         if self._num_recomputed(rank) > num_before:
             logger.info(
@@ -300,6 +326,34 @@ class Audit(RouterObserver):
             )
         elif self._num_recomputed(rank) < num_before:
             logger.info("%s: reuses the last block of a prefix again", rank)
+
+    def _look_for_contradictions(
+        self, ledger: RankLedger, expectation: Expectation, verdict: Verdict, cached_tokens: int
+    ) -> None:
+        resident = min(expectation.resident, expectation.limit)
+        if not resident or verdict not in (Verdict.WRONG_RESIDENT, Verdict.AS_PREDICTED):
+            return
+        scope = self._scope_of(expectation)
+        num_missing = max(0, resident - expectation.reported(cached_tokens))
+        if ledger.contradictions.note(scope, num_missing):
+            num_wrong, num_all = ledger.contradictions.counts(scope)
+            text = "%s: in %d of the last %d requests that counted on %s it had less than it says"
+            logger.warning(text, expectation.rank, num_wrong, num_all, scope)
+            self._give_up(ledger, expectation.rank, scope)
+
+    def _scope_of(self, expectation: Expectation) -> Scope:
+        adapter = self.router.fleet_index.adapter_of(expectation.rank, expectation.sequence_hashes)
+        if adapter:
+            return Scope(Blocks.ADAPTER, adapter)
+        return contradictions.TIER if expectation.num_lower else contradictions.DEVICE
+
+    def _give_up(self, ledger: RankLedger, rank: Rank, scope: Scope) -> None:
+        """Drop what cannot be relied on; of the device nothing counts, and all goes on."""
+        if scope.blocks is Blocks.ADAPTER:
+            self.router.fleet_index.forget_adapter(rank, scope.adapter)
+            ledger.contradictions.forget(scope)
+        elif scope.blocks is Blocks.TIER:
+            self.router.fleet_index.refuse_lower_tiers(rank)
 
     def _judge(self, expectation: Expectation, cached_tokens: int) -> Verdict:
         verdict = expectation.judge(cached_tokens)
@@ -334,3 +388,18 @@ class Audit(RouterObserver):
             and other.sequence_hashes[place] == missing
             for other in self._expected.values()
         )
+
+
+class RankEvidence(NamedTuple):
+    """For whoever follows the events of a rank (kvplug/ingest/follower.py)."""
+
+    audit: Audit
+    rank: Rank
+
+    def confidence(self) -> float:
+        """As Audit.confidence."""
+        return self.audit.confidence(self.rank)
+
+    def contradicted(self) -> tuple[int, int] | None:
+        """As Audit.contradicted."""
+        return self.audit.contradicted(self.rank)

@@ -42,6 +42,7 @@ class Expectation:
 
     decided_s, answered_s: when, on the router's clock;
     predicted: what the decision counted on; resident: the part that the index had from events;
+    num_lower: of that, blocks in host memory, on disk or in a pool;
     lowest: what the engine has left of it by evictions that became known since, lowest_then: by
     those of them that it had sent before the decision; held: what the index had of `lowest` when it
     was last looked at.
@@ -54,6 +55,7 @@ class Expectation:
     block_size: int
     predicted: int
     resident: int
+    num_lower: int
     lowest: int
     lowest_then: int
     held: int

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from itertools import accumulate
 
+from kvplug.audit.contradictions import Contradictions
 from kvplug.audit.expectation import Expectation, Verdict
 
 ERROR_BOUNDS = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
@@ -37,7 +38,7 @@ class RankLedger:
     usage says nothing of cached tokens although some were expected), counts_differ (whether the
     engine counted other prompt tokens than the router, of the last 256), last_counts (ours, the
     engine's), was_stored (whether the index knew any block of a prompt after its answer, of the
-    last 32).
+    last 32), contradictions.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class RankLedger:
         self.counts_differ: deque[bool] = deque(maxlen=_EVIDENCE_WINDOW)
         self.last_counts = (0, 0)
         self.was_stored: deque[bool] = deque(maxlen=_KNOWN_WINDOW)
+        self.contradictions = Contradictions()
         self._num_by_bound = [0] * (len(ERROR_BOUNDS) + 1)
         self._wrong: deque[bool] = deque(maxlen=_RATE_WINDOW)
         self._blocks: deque[tuple[int, int]] = deque(maxlen=_ACCURACY_WINDOW)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import EventBatch, Rank, Tier
-from kvplug.hashing import BlockHasher, Ends, HashesLike, as_hashes, checked_ends
+from kvplug.hashing import BlockHasher, Ends, Hashes, HashesLike, as_hashes, checked_ends
 from kvplug.index.adapters import AdapterSeeds
 from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult
@@ -169,6 +169,21 @@ class BlockIndex:
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
         return self.events.clear(rank, tier)
+
+    def adapter_of(self, sequence_hashes: Hashes) -> str:
+        """The LoRA adapter that a prompt is for, by its first block; "" if nobody has that."""
+        first = sequence_hashes[:1]
+        if not len(first) or not self.adapters.nbytes or not self.block_store.table.find(first)[0]:
+            return ""
+        return self.adapters.adapter_of(self.block_store.seed_of(int(first[0])))
+
+    def refuse_lower_tiers(self, rank: Rank) -> None:
+        """Forget what the rank has in host memory and on disk, and refuse what it stores there: it
+        does not reuse what it says it has there.
+        """
+        self.cache_groups.refuse_lower_tiers(self.numbers.number_of(rank))
+        for tier in (Tier.HOST, Tier.DISK):
+            self.clear(rank, tier)
 
     def forget_adapter(self, rank: Rank, lora_name: str) -> int:
         """The LoRA adapter has other weights now, so the rank's blocks of it are of no use any

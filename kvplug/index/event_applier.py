@@ -89,7 +89,7 @@ class EventApplier:
             applied = ApplyResult()
             applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
-        if self._annotations.need_all_events:
+        if self._cache_groups.without_lower_tiers or self._annotations.need_all_events:
             applied = ApplyResult()
         else:
             applied, first = self._kernels.apply_packed(rank, hash_space, payload)
@@ -139,8 +139,8 @@ class EventApplier:
 
     def _are_single(self, rank: Rank) -> bool:
         """Whether kernels may apply none of the rank's records."""
-        has_groups = self._numbers.number_of(rank) in self._cache_groups
-        return has_groups or self._annotations.need_all_events or self._is_bigrams
+        of_rank = self._cache_groups.are_single(self._numbers.number_of(rank))
+        return of_rank or self._annotations.need_all_events or self._is_bigrams
 
     def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
         """Whether the event is done with, as nothing that could go would make room for it."""

@@ -115,6 +115,8 @@ class SingleEvents:
                 parent = self._hash_spaces.hash_of(rank, event.parent)
                 if event.parent is not None and parent is None:
                     return applied.reject(self._why_unknown(event.parent), len(event.engine_hashes))
+                if self._cache_groups.refuses(self._numbers.number_of(rank), event.tier):
+                    return applied.reject(RejectReason.REFUSED_TIER, len(event.engine_hashes))
                 if len(event.engine_hashes) != len(event.hashes):
                     return applied.reject(RejectReason.MISALIGNED, len(event.engine_hashes))
                 seed = event.seed if parent is None else self._block_store.seed_of(parent)
@@ -141,8 +143,8 @@ class SingleEvents:
         if len(hashes) != num_blocks or len(event.extra_keys) > num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
         holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
-        if holder is None:
-            return applied.reject(RejectReason.GROUP_TIER, num_blocks)
+        if isinstance(holder, RejectReason):
+            return applied.reject(holder, num_blocks)
         span = BlockSpan(hashes, parent or 0, seed, as_hashes(event.block_hashes))
         return self._hold(rank, event, span, holder, applied)
 
@@ -238,8 +240,8 @@ class SingleEvents:
         """An engine hash stands for one content, known if a rank of the hash space holds it."""
         engine_hashes = as_hashes(event.block_hashes)
         holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
-        if holder is None:
-            return applied.reject(RejectReason.GROUP_TIER, len(engine_hashes))
+        if isinstance(holder, RejectReason):
+            return applied.reject(holder, len(engine_hashes))
         hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
         blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
         num_known = len(blocks.hashes)

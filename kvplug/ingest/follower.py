@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import structs
 
@@ -39,6 +39,9 @@ _MAX_RUN_LENGTH = 32
 OTHER_RANK: Final = "other_rank"
 """Why messages are refused that name another data-parallel rank than the publisher has."""
 
+# Requests that had less than the engine's events say, until it is asked for them again.
+_CERTAIN: Final = 4
+
 # Of these the index takes nothing, so that it lacks what the events said.
 _UNUSABLE = {
     RejectReason.NO_TOKENS.value,
@@ -46,6 +49,7 @@ _UNUSABLE = {
     RejectReason.BLOCK_SIZE.value,
     RejectReason.UNKNOWN_RANK.value,
     RejectReason.GROUP_BLOCK_SIZE.value,
+    RejectReason.REFUSED_TIER.value,
     OTHER_RANK,
 }
 
@@ -80,6 +84,18 @@ class SkipCounter:
         self.by_reason[reason] += count
 
 
+class Evidence(Protocol):
+    """What the answers of a rank's engine tell of its events, asked every second or so."""
+
+    def confidence(self) -> float:
+        """What residency is worth while the rank is STALE, 0 to 1."""
+
+    def contradicted(self) -> tuple[int, int] | None:
+        """If the engine reuses again and again less than its events say it has: in how many of the
+        last requests, and how many there were.
+        """
+
+
 class Follower:
     """The event thread feeds it with `receive`, and says when the stream is connected or lost.
 
@@ -96,20 +112,22 @@ class Follower:
         rank: Rank,
         *,
         engine_rank: int | None = None,
-        stale_confidence: Callable[[], float] | None = None,
+        evidence: Evidence | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: ReplaySettings | None = None,
     ) -> None:
         """`engine_rank`: the data-parallel rank that the publisher's messages must name, if any; by
-        default each message is of the worker's rank that it names. `stale_confidence`: what
-        residency is worth while the rank is STALE, by default the router's `stale_confidence`.
+        default each message is of the worker's rank that it names. `evidence`: by default there is
+        none, and while the rank is STALE its blocks are worth the router's `stale_confidence`.
         ConfigError if the router uses no events.
         """
         router.require_events(rank)
         self.rank = rank
         self.connected = False
         self.num_messages = 0
-        self._router, self._stale_confidence = router, stale_confidence
+        self._router, self._evidence = router, evidence
+        self._contradiction: TrustState | None = None
+        self._has_started_over = False
         self._skips = SkipCounter(rank)
         self._applier = _Applier(router, rank, engine_rank, self._skips.add)
         self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
@@ -200,10 +218,24 @@ class Follower:
 
     def tick(self) -> None:
         """Time has passed; call it every second or so."""
+        self._look_for_contradictions()
         self.sequencer.tick()
         self._note_trust()
-        if self.trust.level is Trust.STALE and self._stale_confidence is not None:
+        if self.trust.level is Trust.STALE and self._evidence is not None:
             self._tell_router()
+
+    def _look_for_contradictions(self) -> None:
+        """When it is certain, all events are asked for once: what was lost, or is another engine's,
+        is put right then. Not before, as the engine may have forgotten its first ones.
+        """
+        counts = None if self._evidence is None else self._evidence.contradicted()
+        if counts is None:
+            self._contradiction, self._has_started_over = None, False
+            return
+        self._contradiction = self._contradiction or trust.contradicted(*counts)
+        if counts[0] >= _CERTAIN and not self._has_started_over:
+            self._has_started_over = True
+            self.sequencer.start_over()
 
     def _well_formed(self, messages: list[Message]) -> list[Message]:
         reasons = [each.malformed for each in messages if each.malformed is not None]
@@ -215,6 +247,8 @@ class Follower:
 
     def _note_trust(self) -> None:
         state = self.sequencer.state
+        if self._contradiction is not None and state in (trust.EXACT, trust.UNCONFIRMED):
+            state = self._contradiction
         if state is self.trust or state == self.trust:
             return
         was, self.trust = self.trust, state
@@ -228,7 +262,7 @@ class Follower:
             confidence = 1.0  # it is all that a replay had, and most replays are the engine's own
         if confidence is None:
             default = self._router.config.stale_confidence
-            confidence = self._stale_confidence() if self._stale_confidence is not None else default
+            confidence = default if self._evidence is None else self._evidence.confidence()
         self._set_confidence(confidence)
 
     def _set_confidence(self, confidence: float) -> None:

@@ -16,11 +16,10 @@ incarnation of their process, keep the last ones, and send them again from a num
 Whether it is the same incarnation is proved: a replay begins with the last message that was
 applied, and other bytes under its number are another incarnation's.
 
-A replay endpoint may be silent, or another engine's. Nothing waits for one that is silent: a gap
-clears what was known, as if there were none, and a check after each pause finds out whether it
-answers again. A message that came live before a request must be in the answer: an endpoint that
-contradicts the stream twice is used for such checks alone. And what is known from a replay is EXACT
-once a live message was found in an answer.
+A replay endpoint may be silent: then a gap clears what was known, as if there were none, and a
+check after each pause finds out whether it answers again. Or it is another engine's: a message that
+came live before a request must be in the answer, and an endpoint that contradicts the stream twice
+is used for such checks alone. What is known from a replay is EXACT once an answer had a live one.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Sequencer:
         self._was_confirmed = False  # since the stream was connected
         self._was_interrupted = False
         self._lost_at_s: float | None = None
-        self._given_up: range = range(0)
+        self._given_up = range(0)
 
     @property
     def state(self) -> TrustState:
@@ -88,8 +87,6 @@ class Sequencer:
         if self._known is trust.EXACT and not self._is_confirmed:
             return trust.UNCONFIRMED
         return self._known
-
-    # -- the connection --
 
     def connected(self) -> None:
         """The stream is there (again)."""
@@ -126,6 +123,11 @@ class Sequencer:
             self._forget()
         if self.request is None and self._lost_at_s is None:
             self._check_on_time()
+
+    def start_over(self) -> None:
+        """Ask for everything again if that is possible: what is known seems to be wrong."""
+        if self._may_ask() and not self._is_waiting:
+            self._ask(everything=True)
 
     # -- live messages --
 
@@ -411,8 +413,7 @@ class Sequencer:
         if not request.is_proved:  # it never published anything
             self._forget()
             self.last, self._known, self._is_confirmed = -1, trust.EXACT, True
-        if request.asks_everything and self._known is trust.EXACT:
-            self._may_start_over = True
+        self._may_start_over |= request.asks_everything and self._known is trust.EXACT
         if request.is_confirmed:
             self._replay_fault = None
         if request.is_check:
@@ -443,8 +444,7 @@ class Sequencer:
         """The endpoint is of no use: what was known from it goes, live messages count."""
         if self._replay_fault is not fault:
             logger.warning("%s: %s; %s", self._name, fault.reason, fault.fix)
-        request, self.request = self.request, None
-        pending = self._pending.take()
+        request, self.request, pending = self.request, None, self._pending.take()
         is_intact = not pending and self._was_live_last() and self._is_confirmed
         self._replay_fault, self._is_confirmed = fault, True
         self._schedule.paused()
@@ -478,8 +478,7 @@ class Sequencer:
     def _start_over_once(self) -> None:
         if self._may_start_over and self._may_ask():
             self._may_start_over = False  # if it does not help, it is not the wire
-            if not self._is_waiting:
-                self._ask(everything=True)
+            self.start_over()
 
     def _skip_to(self, message: Message, known: TrustState) -> None:
         """This message follows; those between are given up, and with them what was known."""

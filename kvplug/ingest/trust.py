@@ -107,6 +107,16 @@ def truncated(num_messages: int) -> TrustState:
     )
 
 
+def contradicted(num_wrong: int, num_requests: int) -> TrustState:
+    """The engine reuses less than it says it has; of the last requests that counted on that."""
+    return TrustState(
+        Trust.STALE,
+        f"{num_wrong} of the last {num_requests} requests had fewer cached tokens than its events "
+        "say",
+        "docs/troubleshooting.md, contradicted; until then it is routed to by load",
+    )
+
+
 _NO_HYBRID = (
     "start vLLM with --disable-hybrid-kv-cache-manager if the model allows it, else route by load "
     "(docs/events.md, Hybrid models)"

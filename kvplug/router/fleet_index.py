@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
+from kvplug.hashing import Hashes
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
@@ -202,6 +203,14 @@ class FleetIndex:
     def forget_adapter(self, rank: Rank, lora_name: str) -> int:
         """As BlockIndex.forget_adapter."""
         return self._members[rank.worker].group.index.forget_adapter(rank, lora_name)
+
+    def adapter_of(self, rank: Rank, sequence_hashes: Hashes) -> str:
+        """The LoRA adapter that a prompt is for, by its first block; "" if nobody has that."""
+        return self.group_of(rank).index.adapter_of(sequence_hashes)
+
+    def refuse_lower_tiers(self, rank: Rank) -> None:
+        """As BlockIndex.refuse_lower_tiers."""
+        self.group_of(rank).index.refuse_lower_tiers(rank)
 
     def start_clear(self, rank: Rank) -> Clearing:
         """As EventApplier.start_clear; `end_clear` once it is done."""

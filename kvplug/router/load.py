@@ -55,6 +55,11 @@ class ActiveRequest(msgspec.Struct, eq=False):
     first_token_s: float | None = None
     prefilled_before: float = 0.0
 
+    @property
+    def lower_tokens(self) -> float:
+        """Tokens that have to be loaded from another tier than the device."""
+        return self.host_tokens + self.disk_tokens + self.pool_tokens
+
 
 class ActiveLoad:
     """start, first_token, finish, expire, forget; sizes of caches.

@@ -60,7 +60,7 @@ class RouterObserver:
         """All events of a batch or run were applied."""
 
     def on_clear(self, rank: Rank) -> None:
-        """`Router.clear` was called and is done: another life of the engine may begin."""
+        """`Router.clear` was called and is done: a new incarnation of the engine may begin."""
 
     def on_rank_left(self, rank: Rank) -> None:
         """The rank leaves the fleet, with its requests; nothing of it is reported any more."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 from kvplug.audit.audit import Audit
 from kvplug.errors import TransportError
@@ -118,5 +117,5 @@ class WorkerEvents:
             self._router,
             rank,
             engine_rank=source.engine_rank,
-            stale_confidence=partial(self._audit.accuracy, rank),
+            evidence=self._audit.evidence_of(rank),
         )

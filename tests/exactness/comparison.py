@@ -27,8 +27,8 @@ def prompts(seed):
 
 @dataclass
 class Tally:
-    """Requests, tokens that the engine reused, requests by the sign of predicted - reported, and
-    blocks that only the engine has (missing) and that only the index has (phantoms), in the group
+    """Requests, tokens that the engine reused, requests by the sign of predicted - reported and
+    those that the audit calls incorrectly routed, and blocks that only the engine has (missing) and that only the index has (phantoms), in the group
     that has most of them, summed over all comparisons.
     """
 
@@ -36,6 +36,7 @@ class Tally:
     num_cached: int = 0
     num_over: int = 0
     num_under: int = 0
+    num_wrong: int = 0
     num_groups: int = 0
     num_missing: int = 0
     num_phantoms: int = 0

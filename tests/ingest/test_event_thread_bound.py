@@ -144,13 +144,25 @@ async def test_the_topic_narrows_what_is_received(router, connect, events):
     assert not events.dispatcher.unknown
 
 
+class Answers:
+    """What they tell of an engine's events."""
+
+    accuracy = 0.5
+
+    def confidence(self):
+        return self.accuracy
+
+    def contradicted(self):
+        return None
+
+
 async def test_the_confidence_in_a_stale_worker_follows_the_audit(router, connect, events):
-    endpoint, accuracy = events.bind("tcp://127.0.0.1:*"), [0.5]
-    follower = Follower(router, Rank("w0"), stale_confidence=lambda: accuracy[0])
+    endpoint, answers = events.bind("tcp://127.0.0.1:*"), Answers()
+    follower = Follower(router, Rank("w0"), evidence=answers)
     events.follow_topic(follower, Topic("pod-0", "m"))
     connect(endpoint, "pod-0").send(17, stored(1))
     await until(lambda: confidence_of(router, "w0") == 0.5, "it joined late")
-    accuracy[0] = 0.95
+    answers.accuracy = 0.95
     await until(lambda: confidence_of(router, "w0") == 0.95, "the router is told again")
 
 

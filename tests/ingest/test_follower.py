@@ -207,3 +207,49 @@ def test_a_rank_that_is_not_routed_to_is_counted(follower):
     follower.receive([message(0, stored(1), dp_rank=3)])
     assert follower.skipped == {"unknown_rank": 1}
     assert Rank("w", 3) not in follower._applier.ranks, "or any number would be remembered"
+
+
+class Answers:
+    """What they tell of an engine's events."""
+
+    counts = None
+
+    def confidence(self):
+        return 0.5 if self.counts is None else 0.0
+
+    def contradicted(self):
+        return self.counts
+
+
+@pytest.mark.parametrize("can_replay", [False, True])
+def test_an_engine_that_contradicts_its_events_counts_no_more_and_is_asked_for_all(
+    router, can_replay
+):
+    answers = Answers()
+    follower = Follower(router, RANK, evidence=answers)
+    follower.on_connected()
+    follower.receive([message(0, stored(1, 3))])
+    follower.can_replay = can_replay
+    follower.tick()
+    assert (follower.trust.level, follower.sequencer.request) == (Trust.EXACT, None)
+    answers.counts = (4, 9)
+    follower.tick()
+    assert router.fleet_index.confidence_of(RANK) == 0.0
+    assert follower.trust.level is Trust.STALE
+    if can_replay:
+        assert follower.sequencer.request.asks_everything
+        follower.replayed([message(0, stored(11, 3))])
+        follower.replay_ended()
+        follower.receive([message(0, stored(11, 3))])  # which was on its way
+        assert len(router.index) == 3
+    follower.tick()
+    assert (
+        follower.trust.reason
+        == "4 of the last 9 requests had fewer cached tokens than its events say"
+    )
+    assert follower.sequencer.request is None
+    assert router.fleet_index.confidence_of(RANK) == 0.0
+    answers.counts = None
+    follower.tick()
+    assert (follower.trust.level, follower.trust.reason) == (Trust.EXACT, None)
+    assert router.fleet_index.confidence_of(RANK) == 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 
+from kvplug.audit.contradictions import Blocks, Scope
 from kvplug.audit.ledger import RankLedger
 from kvplug.index.apply_result import RejectReason
 from kvplug.server.diagnosis.finding import Code, Finding
@@ -25,7 +26,11 @@ _MAX_OTHER_COUNTS = 0.01
 _MIN_AUDITED = 200
 _MAX_INCORRECT = 0.01
 
-_SKIPS_OF_THEIR_OWN = {RejectReason.BLOCK_SIZE.value, RejectReason.UNKNOWN_PARENT.value}
+_SKIPS_OF_THEIR_OWN = {
+    RejectReason.BLOCK_SIZE.value,
+    RejectReason.UNKNOWN_PARENT.value,
+    RejectReason.REFUSED_TIER.value,
+}
 # Understood and left out on purpose, or answered by following on.
 _HARMLESS_SKIPS = {
     "duplicate",
@@ -127,6 +132,8 @@ def _num_prompts_unseen(ledger: RankLedger | None) -> int:
 
 def _incomplete(view: WorkerView) -> Found:
     if view.stream is None or not view.stream.connected or view.stream.incomplete is None:
+        return
+    if any(_contradicted(view)):  # which is why
         return
     seen, fix = view.stream.incomplete, view.stream.fix
     yield Finding(view.name, Code.EVENTS_INCOMPLETE, "all of its events", seen, fix)
@@ -269,6 +276,33 @@ def _incorrect_routing(view: WorkerView) -> Found:
         yield Finding(view.name, Code.INCORRECT_ROUTING, expected, seen, fix)
 
 
+def _contradicted(view: WorkerView) -> Found:
+    """The engine reuses again and again less than the index has of it."""
+    ledger = view.ledger
+    if ledger is None:
+        return
+    for scope in ledger.contradictions:
+        num_wrong, num_all = ledger.contradictions.counts(scope)
+        seen = f"fewer in {num_wrong} of the last {num_all} requests that counted on {scope}"
+        expected = "as many cached tokens as its events say"
+        yield Finding(view.name, Code.CONTRADICTED, expected, seen, _fix_of(scope, ledger))
+        return
+
+
+def _fix_of(scope: Scope, ledger: RankLedger) -> str:
+    if scope.blocks is Blocks.TIER:
+        return (
+            "its blocks in host memory and on disk do not count any more; give the connector "
+            "chunks of one block (docs/events.md)"
+        )
+    if 2 * sum(ledger.was_stored) < len(ledger.was_stored):
+        return "its events are another engine's: check events= and the engine's port"
+    return (
+        "blocks of a KV cache group (a window, states) may be missing in its events: start vLLM "
+        "with --disable-hybrid-kv-cache-manager; until then load alone counts"
+    )
+
+
 def _models_differ(views: Sequence[WorkerView]) -> Found:
     """One name, several models: prefixes of one are no use on the other."""
     roots: dict[str, tuple[str, str]] = {}
@@ -296,7 +330,7 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
 _Checks = tuple[Callable[[WorkerView], Found], ...]
 _OF_EVENTS: _Checks = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
-    *(_event_format, _hash_mismatch),
+    *(_event_format, _hash_mismatch, _contradicted),
 )
 _OF_RANK: _Checks = (_block_size, _cache_capacity, _incorrect_routing)
 _OF_WORKER: _Checks = (_prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens)

@@ -40,6 +40,7 @@ class Code(StrEnum):
     ENGINE_VERSION = "engine_version"
     DATA_PARALLEL = "data_parallel"
     NO_CACHED_TOKENS = "no_cached_tokens"
+    CONTRADICTED = "contradicted"
     INCORRECT_ROUTING = "incorrect_routing"
 
 
