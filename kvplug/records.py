@@ -75,7 +75,7 @@ class Records:
     def event(self, number: int) -> Event:
         """One event in the words of kvplug/events.py."""
         row = self.records[kernels.RECORD_WIDTH * number :][: kernels.RECORD_WIDTH].tolist()
-        kind, tier_number, first, num_hashes, first_token, num_tokens, block_size, has_parent = row
+        kind, tier_number, first, num_hashes, first_token, num_tokens, size, has_parent, _ = row
         tier = None if tier_number < 0 else Tier(tier_number)
         if kind == kernels.CLEARED:
             return AllBlocksCleared(tier=tier)
@@ -85,7 +85,7 @@ class Records:
         return BlockStored(
             block_hashes=hashes,
             token_ids=tuple(self.tokens[first_token : first_token + num_tokens].tolist()),
-            block_size=block_size,
+            block_size=size,
             parent=EngineHash(int(self.parents[number])) if has_parent else None,
             namespace=None if has_parent else Namespace(),
             tier=tier or Tier.DEVICE,

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     BAD_EXTRA_KEYS = "bad_extra_keys"
     NO_BLOCKS = "no_blocks"
     TOKENS_MISALIGNED = "tokens_misaligned"
+    CHUNKED_OFFLOAD = "chunked_offload"  # a chunk of blocks, found by its last one
     # The kinds of vLLM 0.32 (v1/kv_cache_interface.py) of which it is not known what they need of a
     # prefix.
     CHUNKED_LOCAL = "attention:chunked_local_attention"
@@ -118,6 +119,11 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
         attention = _attention(self.kv_cache_spec_kind, self.kv_cache_spec_sliding_window)
         if not self.token_ids or self._skips_blocks(attention):
             return self._copied(attention)
+        if self._is_offloaded():
+            if len(self.block_hashes) > 1:
+                raise SkipError(Reason.CHUNKED_OFFLOAD)
+            if self.parent_block_hash is None:  # its salt is not said
+                return self._copied(attention)
         block_hashes, group = _engine_hashes(self.block_hashes), self.group_idx or 0
         self._require_aligned_tokens()
         parent = self.parent_block_hash
@@ -150,6 +156,13 @@ class Stored(Struct, tag_field="type", tag="BlockStored", kw_only=True):
             attention=attention,
             sliding_window=self.kv_cache_spec_sliding_window,
         )
+
+    def _is_offloaded(self) -> bool:
+        """Whether vLLM's offloading connector (0.32) has described a chunk: it names the group, and
+        no extra keys, whatever the chunk has.
+        """
+        is_lower = _tier(self.medium) is not Tier.DEVICE
+        return is_lower and self.group_idx is not None and self.extra_keys is None
 
     def _skips_blocks(self, attention: str) -> bool:
         """Whether it is of vLLM, which leaves out blocks that a window has moved past, but not

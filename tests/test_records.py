@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplug import codec, wire
 from kvplug.errors import DecodeError
-from kvplug.events import AllBlocksCleared, BlockStored
+from kvplug.events import AllBlocksCleared, BlockCopied, BlockStored
 from kvplug.kernels import wire as kernels
 from kvplug.records import MAX_BYTES, read_payloads
 
@@ -59,9 +59,17 @@ def form(tag, fields, is_map):
     return [tag, *(fields[name] for name in ORDER if name in fields)]
 
 
+def is_offloaded(fields):
+    """Whether an offloading connector of vLLM may mean a chunk by it, or leave its salt out."""
+    is_lower = fields["medium"] not in ("GPU", None)
+    is_known = fields["parent_block_hash"] is not None and len(fields["block_hashes"]) == 1
+    names_group = fields["group_idx"] is not None and fields["extra_keys"] is None
+    return is_lower and names_group and not is_known
+
+
 events = st.builds(
     form,
-    st.just("BlockStored"), stored(), st.booleans()
+    st.just("BlockStored"), stored().filter(lambda fields: not is_offloaded(fields)), st.booleans()
 ) | st.builds(form, st.just("BlockRemoved"), removed, st.booleans()) | st.builds(
     form, st.sampled_from(["AllBlocksCleared", "AllCacheCleared"]), cleared, st.just(True)
 )  # fmt: skip
@@ -98,6 +106,18 @@ def plain(event):
 @given(batches)
 def test_plain_batches_are_read_as_the_codec_reads_them(batch):
     assert same_as_codec(encode(batch))
+
+
+@given(stored().filter(is_offloaded), st.booleans())
+def test_what_a_connector_says_is_left_to_the_codec(fields, is_map):
+    payload = encode([0.0, [form("BlockStored", fields, is_map)]])
+    assert read_payloads([payload]) is None
+    batch = codec.decode(payload)
+    if len(fields["block_hashes"]) > 1:
+        assert batch.skipped == {"chunked_offload": 1}
+    else:
+        [event] = batch.events
+        assert isinstance(event, BlockCopied)
 
 
 values = st.recursive(

@@ -16,6 +16,7 @@ class RejectReason(StrEnum):
     BLOCK_SIZE = "block_size"  # the engine's block size is not the index's
     GROUP_BLOCK_SIZE = "group_block_size"  # nor that of a group with a window or with states
     GROUP_TIER = "group_tier"  # in host memory or on disk, of a group with a window or with states
+    CHUNKED_OFFLOAD = "chunked_offload"  # copies of chunks of blocks, found by their last one
     REFUSED_TIER = "refused_tier"  # the rank does not reuse what it says it has there
     PARENT_EVICTED = "parent_evicted"  # the index gave the parent up for its own bounds
     INDEX_FULL = "index_full"  # the bounds leave no room, and nothing else can go

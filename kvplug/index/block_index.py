@@ -39,6 +39,7 @@ from kvplug.index.event_buffers import EventBuffers
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.lower_tiers import LowerTiers
 from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
 from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.index.single_events import IndexParts
@@ -84,7 +85,7 @@ class BlockIndex:
         self.annotations = Annotations(annotations, self.numbers, self.block_store)
         self.cache_groups = CacheGroups(self.numbers, self.block_store, block_size)
         self._repeated_stores = RepeatedStores()
-        self.adapters = AdapterSeeds(self.block_store)
+        self.adapters, self.lower_tiers = AdapterSeeds(self.block_store), LowerTiers()
         self._confidence: F64 = np.ones(0)
         self._prefix_query: PrefixQuery | None = None
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
@@ -101,6 +102,7 @@ class BlockIndex:
             self.cache_groups,
             self._repeated_stores,
             self.adapters,
+            self.lower_tiers,
             buffers,
         )
         self.events = EventApplier(parts, flag)
@@ -163,6 +165,7 @@ class BlockIndex:
             self.clear(rank)
             self.annotations.on_rank_removed(self.numbers.number_of(rank))
             self.cache_groups.forget(self.numbers.number_of(rank))
+            self.lower_tiers.forget(self.numbers.number_of(rank))
             self._repeated_stores.forget(self.numbers.number_of(rank))
             self.hash_spaces.remove(rank)
 
@@ -181,7 +184,7 @@ class BlockIndex:
         """Forget what the rank has in host memory and on disk, and refuse what it stores there: it
         does not reuse what it says it has there.
         """
-        self.cache_groups.refuse_lower_tiers(self.numbers.number_of(rank))
+        self.lower_tiers.refuse(self.numbers.number_of(rank))
         for tier in (Tier.HOST, Tier.DISK):
             self.clear(rank, tier)
 

@@ -202,6 +202,10 @@ class BlockStore:
         places = self.table.find(sequence_hashes)
         return np.asarray(self.runs.column(runs.SEED)[places & np.uint64(0xFFFFFFFF)])
 
+    def depths_of(self, sequence_hashes: U64) -> I64:
+        """int64[blocks], where each block that somebody holds is in its sequence, from 0."""
+        return (self.table.find(sequence_hashes) >> np.uint64(32)).astype(np.int64)
+
     def which_held(self, sequence_hashes: U64, holders: list[int]) -> Mask:
         """bool[blocks], whether any of the holders has the block."""
         held = np.empty(len(sequence_hashes), dtype=np.uint8)

@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import MAMBA, PARTIAL_ATTENTION, BlockCopied, BlockStored, Tier
-from kvplug.index.apply_result import RejectReason
 from kvplug.index.block_store import BlockStore
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.kernels import cache_groups as kernels
@@ -73,8 +72,8 @@ class RankGroups:
 
 
 class CacheGroups:
-    """holder_to_store, holder_of, set_recomputed, refuse_lower_tiers; `in` tells whether a rank has
-    more than one plain group.
+    """holder_to_store, holder_of, set_recomputed; `in` tells whether a rank has more than one
+    plain group.
 
     A rank is here from the first event of a group that is not 0 or not of full attention.
     """
@@ -84,7 +83,6 @@ class CacheGroups:
         self._block_size = block_size
         self._of_rank: dict[int, RankGroups] = {}
         self._num_recomputed: dict[int, int] = {}
-        self.without_lower_tiers: set[int] = set()
         self._arrays: I64 | None = None
 
     def __contains__(self, rank_number: int) -> bool:
@@ -94,14 +92,11 @@ class CacheGroups:
         """The ranks that are here, by number."""
         return self._of_rank.items()
 
-    def holder_to_store(
-        self, rank_number: int, event: BlockStored | BlockCopied
-    ) -> int | RejectReason:
-        """The holder of the blocks that an event brings, or why they are not followed: in host
-        memory and on disk only the main group is.
+    def holder_to_store(self, rank_number: int, event: BlockStored | BlockCopied) -> int | None:
+        """The holder of the blocks that an event brings; None: in a tier that is not followed.
+
+        That is host memory and disk for all groups but the main one.
         """
-        if self.refuses(rank_number, event.tier):
-            return RejectReason.REFUSED_TIER
         kind = GroupKind(event.attention, event.sliding_window)
         groups = self._of_rank.get(rank_number)
         if groups is None and event.group == 0 and kind.is_full:
@@ -113,20 +108,8 @@ class CacheGroups:
         if self._is_main(rank_number, groups, event.group, kind):
             return self._numbers.holder(rank_number, event.tier)
         if event.tier is not Tier.DEVICE:
-            return RejectReason.GROUP_TIER
+            return None
         return self._holder(rank_number, groups, event.group, kind)
-
-    def refuse_lower_tiers(self, rank_number: int) -> None:
-        """Take no blocks of the rank in host memory or on disk from now on."""
-        self.without_lower_tiers.add(rank_number)
-
-    def refuses(self, rank_number: int, tier: Tier) -> bool:
-        """Whether blocks of the rank in this tier are refused."""
-        return tier is not Tier.DEVICE and rank_number in self.without_lower_tiers
-
-    def are_single(self, rank_number: int) -> bool:
-        """Whether each event of the rank needs a decision."""
-        return rank_number in self._of_rank or rank_number in self.without_lower_tiers
 
     def holder_of(self, rank_number: int, group: int, tier: Tier) -> int | None:
         """The holder of blocks of a group, None if nothing of it is known."""
@@ -161,7 +144,6 @@ class CacheGroups:
         """The rank, which holds nothing, leaves."""
         self._of_rank.pop(rank_number, None)
         self._num_recomputed.pop(rank_number, None)
-        self.without_lower_tiers.discard(rank_number)
         self._arrays = None
 
     def load(self, of_rank: dict[int, RankGroups]) -> None:

@@ -50,7 +50,7 @@ class EventApplier:
         self._has_bound = parts.capacity_guard.bounds.max_bytes is not None
         self._block_store = parts.capacity_guard.block_store
         self._speculative, self._annotations = parts.speculative, parts.annotations
-        self._cache_groups = parts.cache_groups
+        self._cache_groups, self._lower_tiers = parts.cache_groups, parts.lower_tiers
         self._is_bigrams = parts.hasher.window > parts.hasher.block_size
         self._clearing: tuple[Tier | None, Clearing] | None = None
         self._eviction: Eviction | None = None
@@ -89,7 +89,7 @@ class EventApplier:
             applied = ApplyResult()
             applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
-        if self._cache_groups.without_lower_tiers or self._annotations.need_all_events:
+        if self._lower_tiers.refused or self._annotations.need_all_events:
             applied = ApplyResult()
         else:
             applied, first = self._kernels.apply_packed(rank, hash_space, payload)
@@ -131,7 +131,8 @@ class EventApplier:
                 return at
         event = records.event(at)
         if isinstance(event, AllBlocksCleared):
-            self._clearing = event.tier, self.start_clear(rank, event.tier)
+            tier = self._single.tier_to_clear(rank, event)
+            self._clearing = tier, self.start_clear(rank, tier)
             return at
         self._single.apply(rank, event, applied)
         self._capacity_guard.settle()
@@ -139,7 +140,8 @@ class EventApplier:
 
     def _are_single(self, rank: Rank) -> bool:
         """Whether kernels may apply none of the rank's records."""
-        of_rank = self._cache_groups.are_single(self._numbers.number_of(rank))
+        number = self._numbers.number_of(rank)
+        of_rank = number in self._cache_groups or number in self._lower_tiers.refused
         return of_rank or self._annotations.need_all_events or self._is_bigrams
 
     def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:

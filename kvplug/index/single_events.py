@@ -39,6 +39,7 @@ from kvplug.index.cache_groups import CacheGroups
 from kvplug.index.event_buffers import EventBuffers
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
+from kvplug.index.lower_tiers import LowerTiers
 from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 
@@ -60,6 +61,7 @@ class IndexParts(NamedTuple):
     cache_groups: CacheGroups
     repeated_stores: RepeatedStores
     adapters: AdapterSeeds
+    lower_tiers: LowerTiers
     buffers: EventBuffers
 
 
@@ -76,6 +78,7 @@ class SingleEvents:
         self._block_store = parts.capacity_guard.block_store
         self._annotations, self._cache_groups = parts.annotations, parts.cache_groups
         self._repeated_stores, self._adapters = parts.repeated_stores, parts.adapters
+        self._lower_tiers = parts.lower_tiers
         self._clear = clear
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
@@ -89,16 +92,29 @@ class SingleEvents:
 
     def _apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         match event:
-            case BlockStored():
-                self._store(rank, event, applied)
-            case BlockCopied():
-                self._copy(rank, event, applied)
+            case BlockStored() | BlockCopied():
+                self._take(rank, event, applied)
             case BlockRemoved():
                 self._remove(rank, event, applied)
             case AllBlocksCleared():
-                applied.clear(self._clear(rank, event.tier), everything=event.tier is None)
+                tier = self.tier_to_clear(rank, event)
+                applied.clear(self._clear(rank, tier), everything=tier is None)
             case _:
                 self._annotate(rank, event, applied)
+
+    def _take(self, rank: Rank, event: BlockStored | BlockCopied, applied: ApplyResult) -> None:
+        if self._lower_tiers.refuses(self._numbers.number_of(rank), event.tier):
+            applied.reject(RejectReason.REFUSED_TIER, len(event.block_hashes))
+        elif isinstance(event, BlockStored):
+            self._store(rank, event, applied)
+        else:
+            self._copy(rank, event, applied)
+
+    def tier_to_clear(self, rank: Rank, event: AllBlocksCleared) -> Tier | None:
+        """The tier that is empty; None for all of them."""
+        number = self._numbers.number_of(rank)
+        is_of_device = event.tier is None and self._lower_tiers.outlive_clears(number)
+        return Tier.DEVICE if is_of_device else event.tier
 
     def apply_packed(self, rank: Rank, event: PackedEvent, applied: ApplyResult) -> None:
         """Remember one packed event."""
@@ -115,7 +131,7 @@ class SingleEvents:
                 parent = self._hash_spaces.hash_of(rank, event.parent)
                 if event.parent is not None and parent is None:
                     return applied.reject(self._why_unknown(event.parent), len(event.engine_hashes))
-                if self._cache_groups.refuses(self._numbers.number_of(rank), event.tier):
+                if self._lower_tiers.refuses(self._numbers.number_of(rank), event.tier):
                     return applied.reject(RejectReason.REFUSED_TIER, len(event.engine_hashes))
                 if len(event.engine_hashes) != len(event.hashes):
                     return applied.reject(RejectReason.MISALIGNED, len(event.engine_hashes))
@@ -143,8 +159,8 @@ class SingleEvents:
         if len(hashes) != num_blocks or len(event.extra_keys) > num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
         holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
-        if isinstance(holder, RejectReason):
-            return applied.reject(holder, num_blocks)
+        if holder is None:
+            return applied.reject(RejectReason.GROUP_TIER, num_blocks)
         span = BlockSpan(hashes, parent or 0, seed, as_hashes(event.block_hashes))
         return self._hold(rank, event, span, holder, applied)
 
@@ -239,12 +255,19 @@ class SingleEvents:
     def _copy(self, rank: Rank, event: BlockCopied, applied: ApplyResult) -> None:
         """An engine hash stands for one content, known if a rank of the hash space holds it."""
         engine_hashes = as_hashes(event.block_hashes)
-        holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
-        if isinstance(holder, RejectReason):
-            return applied.reject(holder, len(engine_hashes))
+        number = self._numbers.number_of(rank)
+        holder = self._cache_groups.holder_to_store(number, event)
+        if holder is None:
+            return applied.reject(RejectReason.GROUP_TIER, len(engine_hashes))
         hashes = self._hash_spaces.of(rank).table.find(engine_hashes)
         blocks = self._blocks(rank, engine_hashes, hashes).only(hashes != 0)
         num_known = len(blocks.hashes)
+        if event.tier is not Tier.DEVICE and num_known:
+            depths = self._block_store.depths_of(blocks.hashes)
+            if not self._lower_tiers.note_copies(number, depths):
+                if self._block_store.num_held(holder):  # taken before that was known
+                    self._clear(rank, event.tier)
+                return applied.reject(RejectReason.CHUNKED_OFFLOAD, len(engine_hashes))
         self._block_store.copy(holder, blocks.hashes)
         applied.num_stored += num_known
         applied.reject(RejectReason.NO_TOKENS, len(hashes) - num_known)

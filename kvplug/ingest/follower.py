@@ -50,6 +50,7 @@ _UNUSABLE = {
     RejectReason.UNKNOWN_RANK.value,
     RejectReason.GROUP_BLOCK_SIZE.value,
     RejectReason.REFUSED_TIER.value,
+    RejectReason.CHUNKED_OFFLOAD.value,
     OTHER_RANK,
 }
 
@@ -64,6 +65,8 @@ _FIX = {
     "of tokens; route such engines by load",
     RejectReason.GROUP_BLOCK_SIZE.value: "the engine's KV cache groups have blocks of different "
     "sizes; start vLLM with --disable-hybrid-kv-cache-manager",
+    RejectReason.CHUNKED_OFFLOAD.value: "blocks in host memory and on disk do not count; give the "
+    "offloading connector the engine's block size",
     OTHER_RANK: "check that events= names the endpoint of the worker's own rank 0",
     "undecodable": "check that the endpoint is an event publisher and no other service",
 }

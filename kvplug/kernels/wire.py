@@ -9,7 +9,8 @@ anything else ends the run and is left to kvplug/codec.py, which reads all diale
 they read equally (tests/test_records.py).
 
 A record is RECORD_WIDTH numbers: [KIND, TIER (-1: not named), FIRST_ENGINE_HASH, NUM_ENGINE_HASHES,
-FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT]. The parent itself, a u64, is in another array.
+FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE, HAS_PARENT, NAMED]. NAMED is the sum of GROUP and KEYS, if the
+event names its group, and a list of (empty) extra keys. The parent, a u64, is in another array.
 
 Positions are as in kernels/msgpack.py. Reference: the codec.
 """
@@ -42,12 +43,13 @@ U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
-RECORD_WIDTH = 8
+RECORD_WIDTH = 9
 (
     KIND, TIER, FIRST_ENGINE_HASH, NUM_ENGINE_HASHES, FIRST_TOKEN, NUM_TOKENS, BLOCK_SIZE,
-    HAS_PARENT,
+    HAS_PARENT, NAMED,
 ) = range(RECORD_WIDTH)  # fmt: skip
 STORED, REMOVED, CLEARED = 0, 1, 2
+GROUP, KEYS = 1, 2
 # What read_payloads leaves in its out_counts.
 NUM_EVENTS, COUNT_ENGINE_HASHES, COUNT_TOKENS, DP_RANK = 0, 1, 2, 3
 NUM_COUNTS = 4
@@ -142,8 +144,10 @@ def _read_setting(data: Bytes, at: Index, end: Index, field: Index, record: I64)
     elif field == _MEDIUM:
         record[TIER], at = _read_tier(data, at)
     elif field == _EXTRA:
+        record[NAMED] += KEYS if data[at] != 0xC0 else 0
         at = after_nils(data, at, end)
     elif field == _GROUP:
+        record[NAMED] += GROUP if data[at] != 0xC0 else 0
         at = _read_group(data, at)
     elif field == _SPEC_KIND:
         at = _read_full_attention(data, at)
@@ -229,9 +233,13 @@ def _is_whole(record: I64) -> bool:
     if record[KIND] == STORED:
         num_tokens, size = record[NUM_TOKENS], record[BLOCK_SIZE]
         aligned = num_tokens == record[NUM_ENGINE_HASHES] * size
+        # What an offloading connector says may be of more than one block, or lack its salt.
+        is_odd = record[NUM_ENGINE_HASHES] > 1 or record[HAS_PARENT] == 0
+        is_odd = is_odd and record[TIER] > 0 and record[NAMED] == GROUP
         return bool(
             record[NUM_ENGINE_HASHES] > 0 and num_tokens > 0 and 1 <= size <= 65536 and aligned
-        )
+            and not is_odd
+        )  # fmt: skip
     if record[KIND] == REMOVED:
         return bool(record[NUM_ENGINE_HASHES] > 0 and record[NUM_TOKENS] == 0)
     return bool(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from examples.launch.ports import free_ports
-from kvplug import Namespace, Rank
+from kvplug import Namespace, Rank, Tier
 from kvplug.ingest.follower import Follower
 from tests.engines.engine_pool import Recipe
 from tests.plugins.stock_client import wait_until
@@ -41,7 +41,7 @@ class LineEngine:
         }
         self._command = [str(python), str(SCRIPT), json.dumps(settings)]
         self._env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        self.num_batches, self.blocks_of = 0, {}
+        self.num_batches, self.blocks_of, self.offloaded = 0, {}, set()
 
     def start(self):
         pipe = subprocess.PIPE
@@ -65,6 +65,7 @@ class LineEngine:
         self._process.stdin.flush()
         answer = self._answer()
         self.num_batches, self.blocks_of = answer["num_batches"], {}
+        self.offloaded = {name for _, name in answer["offloaded"]}
         for group, name in answer["blocks"]:
             self.blocks_of.setdefault(group, set()).add(name)
         self.generated = answer["generated"]
@@ -116,7 +117,9 @@ class Followed:
         return len(blocks - held), len(held - blocks)
 
     def apart_by_group(self):
-        """How many blocks only the engine has, and how many only the index, by KV cache group."""
+        """How many blocks only the engine has, and how many only the index: by KV cache group on
+        the device, and in host memory.
+        """
         self.settle()
         index = self.router.index_of(self.rank)
         index.check()
@@ -124,20 +127,25 @@ class Followed:
             group: set(index.engine_hashes_of(self.rank, group=group).tolist())
             for group in self.engine.blocks_of
         }
-        return {
+        apart = {
             group: (len(blocks - held[group] - self._unreachable), len(held[group] - blocks))
             for group, blocks in self.engine.blocks_of.items()
         }
+        in_host = set(index.engine_hashes_of(self.rank, Tier.HOST).tolist())
+        offloaded = self.engine.offloaded
+        return apart | {"host memory": (len(offloaded - in_host), len(in_host - offloaded))}
 
-    def predicted(self, tokens, *, salt="", lora=""):
-        """What the router expects to be cached; vLLM always computes the last token itself."""
+    def decide(self, tokens, *, salt="", lora=""):
+        """The router's decision, once it has seen every batch."""
         self.settle()
-        decision = self.router.route(
-            tokens, workers=[self.rank.worker], namespace=Namespace(lora, salt)
-        )
+        namespace = Namespace(lora, salt)
+        decision = self.router.route(tokens, workers=[self.rank.worker], namespace=namespace)
         self.router.finish(decision.request_id)
-        most = (len(tokens) - 1) // decision.block_size * decision.block_size
-        return min(decision.cached_tokens, most)
+        return decision
+
+    def predicted(self, tokens, **namespace):
+        """What the router expects to be cached."""
+        return predicted_tokens(self.decide(tokens, **namespace), len(tokens))
 
     def check_prediction(self, tokens, **namespace):
         """Returns the cached tokens, equal on both sides."""
@@ -145,3 +153,9 @@ class Followed:
         [cached] = self.engine.ask(tokens, **namespace)
         assert cached == expected, (cached, expected, namespace)
         return cached
+
+
+def predicted_tokens(decision, num_tokens):
+    """What an engine will report as cached; it always computes the last token itself."""
+    most = (num_tokens - 1) // decision.block_size * decision.block_size
+    return min(decision.cached_tokens, most)

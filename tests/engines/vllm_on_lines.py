@@ -3,9 +3,11 @@
 usage: python vllm_on_lines.py '{"model": DIR, "port": EVENTS_PORT, "lora": FOLDER, "llm": {...}}'
 
 In:  one object a line: prompts (token ids), salt, max_tokens, extra_args; lora, the name of an
-adapter, and weights, the number of the folder that it is loaded from.
+adapter, and weights, the number of the folder that it is loaded from; reset, to empty the cache
+before.
 Out: one object a line: cached tokens of each prompt, batches published so far, and the blocks in
-the engine's pool, each with its group and under the id that its events use. The first line comes
+the engine's pool, each with its group and under the id that its events use; those that its
+offloading connector has, likewise. The first line comes
 when it is ready.
 """
 
@@ -28,8 +30,10 @@ from pathlib import Path
 from tiny_adapter import save_adapter
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.kv_events import KVEventsConfig
+from vllm.config.kv_transfer import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import get_offload_block_hash, get_offload_group_idx
 
 
 def main(settings):
@@ -40,6 +44,12 @@ def main(settings):
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.answer(**json.loads(line))), file=answers, flush=True)
+
+
+def with_connector(llm):
+    if "kv_transfer_config" not in llm:
+        return llm
+    return llm | {"kv_transfer_config": KVTransferConfig(**llm["kv_transfer_config"])}
 
 
 class Engine:
@@ -59,10 +69,10 @@ class Engine:
                 endpoint=f"tcp://*:{settings['port']}",
             ),
             **lora,
-            **settings["llm"],
+            **with_connector(settings["llm"]),
         )
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self.pool = scheduler.kv_cache_manager.block_pool
+        self.scheduler, self.pool = scheduler, scheduler.kv_cache_manager.block_pool
         self.num_batches = 0
         self._publish = scheduler.kv_event_publisher.publish
         scheduler.kv_event_publisher.publish = self._count_and_publish
@@ -80,7 +90,21 @@ class Engine:
         number = 1 + list(self.lora_paths).index(name)
         return LoRARequest(name, number, str(path), load_inplace=path != before)
 
-    def answer(self, prompts, salt=None, lora=None, weights=0, max_tokens=1, extra_args=None):
+    def offloaded(self):
+        if self.scheduler.connector is None:
+            return []
+        chunks = self.scheduler.connector.connector_scheduler.manager._policy.chunks
+        return [
+            (get_offload_group_idx(key), maybe_convert_block_hash(get_offload_block_hash(key)))
+            for key, chunk in chunks.items()
+            if chunk.is_ready
+        ]
+
+    def answer(
+        self, prompts, salt=None, lora=None, weights=0, max_tokens=1, extra_args=None, reset=False
+    ):
+        if reset:
+            assert self.scheduler.reset_prefix_cache()
         salted = {"cache_salt": salt} if salt else {}
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=ids, **salted) for ids in prompts],
@@ -102,6 +126,7 @@ class Engine:
             "blocks": [
                 (get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in keys
             ],
+            "offloaded": self.offloaded(),
         }
 
 

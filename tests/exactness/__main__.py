@@ -21,12 +21,14 @@ from tests.exactness import ranks
 from tests.exactness.comparison import compare
 from tests.exactness.engines import ROWS
 
+WIDTH = 150
+
 
 def main():
     args = parsed()
     names = [name for name in (*ROWS, *ranks.ROWS) if args.only in name]
     tallies = {name: run(name, args.requests, args.seed) for name in names}
-    Console().print(table_of(tallies))
+    Console(width=WIDTH).print(table_of(tallies))
     return int(any(tally.num_over or tally.num_phantoms for tally in tallies.values()))
 
 
@@ -69,11 +71,12 @@ def compare_in_process(name, folder, num_requests, seed):
 
 def table_of(tallies):
     table = Table(title="predicted against reported, vLLM 0.32.0 and SGLang 0.5.23")
-    for column in ("engine", "requests", "cached tokens", "over", "under", "groups", "missing",
-                   "phantoms"):  # fmt: skip
+    for column in ("engine", "requests", "cached tokens", "over", "under", "incorrect", "groups",
+                   "missing", "phantoms"):  # fmt: skip
         table.add_column(column, justify="left" if column == "engine" else "right")
     for name, tally in tallies.items():
         requests = (tally.num_requests, tally.num_cached, tally.num_over, tally.num_under)
+        requests += (tally.num_wrong,)
         blocks = (tally.num_groups, tally.num_missing, tally.num_phantoms)
         if not tally.num_groups:  # no blocks were compared
             blocks = ("-",) * len(blocks)

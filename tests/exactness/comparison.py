@@ -5,9 +5,15 @@ In:  an engine with the router that follows it.   Out: a Tally.
 """
 
 import random
+import time
 from dataclasses import dataclass, field
 
+from kvplug.audit.audit import Audit, Usage
+from tests.engines.line_engine import predicted_tokens
+
+SHORT = [5] * 5
 NUM_TOKENS = 400  # vocabulary
+MAX_VERDICT_S = 30.0
 LENGTHS = (5, 32, 40, 96, 160, 250, 384, 700)
 
 
@@ -28,8 +34,9 @@ def prompts(seed):
 @dataclass
 class Tally:
     """Requests, tokens that the engine reused, requests by the sign of predicted - reported and
-    those that the audit calls incorrectly routed, and blocks that only the engine has (missing) and that only the index has (phantoms), in the group
-    that has most of them, summed over all comparisons.
+    those that the audit calls incorrectly routed; blocks that only the engine has (missing) and
+    that only the index has (phantoms), in the group or tier that has most of them, summed over all
+    comparisons.
     """
 
     num_requests: int = 0
@@ -52,7 +59,7 @@ class Tally:
 
     def compare_blocks(self, followed):
         apart = followed.apart_by_group().values()
-        self.num_groups = len(apart)
+        self.num_groups = len(followed.engine.blocks_of)
         self.num_missing += max(missing for missing, _ in apart)
         self.num_phantoms += max(phantoms for _, phantoms in apart)
 
@@ -60,19 +67,33 @@ class Tally:
 def compare(followed, num_requests, ask, seed=0):
     """Ask, with answers of one or of 40 tokens; every 20 requests compare the blocks.
 
-    ask(rnd): what else goes with a request. When an adapter has other weights than before, the
-    router is told.
+    ask(rnd): what else goes with a request; with `reset` the cache is emptied before. When an
+    adapter has other weights than before, the router is told.
     """
     tally, rnd, weights = Tally(), random.Random(seed), {}
+    audit = Audit(followed.router)
     for number, prompt in zip(range(num_requests), prompts(seed), strict=False):
         how = ask(rnd)
+        if how.pop("reset", False):
+            followed.engine.ask(SHORT, reset=True)
         lora = how.get("lora", "")
         if how.get("weights") != weights.setdefault(lora, how.get("weights")):
             followed.forget_adapter(lora)
             weights[lora] = how["weights"]
-        predicted = followed.predicted(prompt, salt=how.get("salt", ""), lora=lora)
+        decision = followed.decide(prompt, salt=how.get("salt", ""), lora=lora)
         [cached] = followed.engine.ask(prompt, max_tokens=rnd.choice([1, 1, 1, 40]), **how)
-        tally.note(predicted, cached)
+        tally.note(predicted_tokens(decision, len(prompt)), cached)
+        audit.answered(decision.request_id, Usage(len(prompt), cached))
         if number % 20 == 19 or number == num_requests - 1:
             tally.compare_blocks(followed)
+    tally.num_wrong = num_wrong(audit, num_requests)
     return tally
+
+
+def num_wrong(audit, num_requests):
+    """How many were incorrectly routed, once all have a verdict."""
+    deadline_s = time.monotonic() + MAX_VERDICT_S
+    while sum(ledger.num_audited for ledger in audit.ledgers().values()) < num_requests:
+        assert time.monotonic() < deadline_s, "some requests have no verdict"
+        time.sleep(0.1)
+    return sum(ledger.num_wrong for ledger in audit.ledgers().values())

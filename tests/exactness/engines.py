@@ -13,6 +13,8 @@ from tests.engines.line_engine import LineEngine
 from tests.exactness.models import save_model
 
 BLOCK_SIZE = 32
+CHUNK = 4 * BLOCK_SIZE
+HOST_BYTES = 2**23
 
 
 def plainly(rnd):
@@ -27,6 +29,18 @@ def with_full_reports(rnd):
     """Clients that have the engine publish the prefix that it reuses once more."""
     is_full = rnd.random() < 0.3
     return {"extra_args": {"kv_cache_report_mode": "full"}} if is_full else {}
+
+
+def with_salts_and_resets(rnd):
+    return with_salts(rnd) | {"reset": rnd.random() < 0.01}
+
+
+def offloading(**more):
+    """The settings of vLLM's connector, over copies in memory (tests/engines/memory_copies.py)."""
+    extra = {"spec_name": "MemoryCopies", "spec_module_path": "memory_copies"}
+    extra |= {"cpu_bytes_to_use": HOST_BYTES, **more}
+    role = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {"kv_transfer_config": role | {"kv_connector_extra_config": extra}}
 
 
 class Adapters:
@@ -94,6 +108,21 @@ ROWS = {
     "full attention, full reports": Row("plain", ask=with_full_reports),
     "full attention, two adapters, one loaded again in place": Row(
         "plain", ask=Adapters(), has_adapters=True
+    ),
+    "full attention, offloading": Row(
+        "plain", num_blocks=60, ask=with_salts_and_resets, llm=offloading()
+    ),
+    "full attention, offloading, self-describing": Row(
+        "plain",
+        num_blocks=60,
+        ask=with_salts_and_resets,
+        llm=offloading(self_describing_kv_events=True),
+    ),
+    "full attention, offloading, chunks of 4 blocks": Row(
+        "plain", num_blocks=60, llm=offloading(block_size=CHUNK)
+    ),
+    "full attention, offloading, self-describing, chunks of 4 blocks": Row(
+        "plain", num_blocks=60, llm=offloading(self_describing_kv_events=True, block_size=CHUNK)
     ),
     "full attention, EAGLE": Row("plain", drafts=True),
     "a window and full attention (Gemma 3)": Row("window-and-full"),

@@ -7,6 +7,7 @@ Nothing is said to the router but the engine's URL. The next request waits until
 one before are known.
 """
 
+import asyncio
 import random
 from contextlib import asynccontextmanager
 
@@ -21,7 +22,8 @@ from kvplug.hashing import as_tokens
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
-from tests.exactness.comparison import Tally, prompts
+from tests.engines.line_engine import predicted_tokens
+from tests.exactness.comparison import Tally, num_wrong, prompts
 from tests.waiting import until
 
 START_LIMIT_S = 300.0
@@ -59,11 +61,11 @@ async def compare(name, folder, num_requests, seed):
             for _, prompt in zip(range(num_requests), prompts(seed), strict=False):
                 cached = await ask(client, prompt, rnd.choice([1, 1, 1, 40]))
                 decision = decisions.pop()
-                # The last token is always computed, and with it its block.
-                most = (len(prompt) - 1) // server.block_size * server.block_size
-                tally.note(min(decision.cached_tokens, most), cached)
+                tally.note(predicted_tokens(decision, len(prompt)), cached)
                 rank = decision.rank
                 await until(lambda p=prompt, r=rank: knows(service.router, r, p), "it is known")
+            audit = service.audit
+            tally.num_wrong = await asyncio.to_thread(num_wrong, audit, num_requests)
     return tally
 
 
