@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from enum import StrEnum
+
+import msgspec
 
 
 class RejectReason(StrEnum):
@@ -31,8 +33,7 @@ class RejectReason(StrEnum):
     TOO_MANY_POOLS = "too_many_pools"  # of one rank at once, by pool and workers that can read it
 
 
-@dataclass(slots=True)
-class ApplyResult:
+class ApplyResult(msgspec.Struct):  # a struct is made in half the time of a dataclass
     """Counts of blocks, those refused by reason in `rejected`.
 
     num_moved: by an event of an annotation, as between CXL states; was_cleared: the rank dropped
@@ -46,14 +47,12 @@ class ApplyResult:
     num_cleared: int = 0
     was_cleared: bool = False
     num_orphans: int = 0
-    _rejected: Counter[str] | None = field(default=None, repr=False)
+    _rejected: Counter[str] | None = None  # made late: most batches refuse nothing
 
     @property
     def rejected(self) -> Counter[str]:
         """Blocks by reason."""
-        if self._rejected is None:  # made late: most batches refuse nothing
-            self._rejected = Counter()
-        return self._rejected
+        return Counter() if self._rejected is None else self._rejected
 
     @property
     def num_forgotten(self) -> int:
@@ -63,7 +62,7 @@ class ApplyResult:
     def reject(self, reason: RejectReason, num_blocks: int) -> None:
         """Count blocks that were not applied."""
         if num_blocks:
-            self.rejected[reason.value] += num_blocks
+            self._count_rejected({reason.value: num_blocks})
         if reason is RejectReason.UNKNOWN_PARENT:
             self.num_orphans += num_blocks
 
@@ -76,10 +75,15 @@ class ApplyResult:
         self.num_orphans = more.num_orphans + (0 if more.was_cleared else self.num_orphans)
         self.was_cleared |= more.was_cleared
         if more._rejected:
-            self.rejected.update(more._rejected)
+            self._count_rejected(more._rejected)
 
     def clear(self, num_blocks: int, *, everything: bool) -> None:
         """Count blocks that a clear took, in all tiers if it took `everything`."""
         self.num_cleared += num_blocks
         if everything:
             self.was_cleared, self.num_orphans = True, 0
+
+    def _count_rejected(self, num_blocks: Mapping[str, int]) -> None:
+        if self._rejected is None:
+            self._rejected = Counter()
+        self._rejected.update(num_blocks)

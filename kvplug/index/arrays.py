@@ -23,6 +23,8 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 
 _HUGE_PAGE = 2**21
+_LINE = 8
+"""Words of a cache line."""
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -40,9 +42,11 @@ class ArrayVersion:
 
 
 def zeros(num_words: int) -> U64:
-    """uint64[num_words]."""
+    """uint64[num_words] that begins with a cache line."""
     if 8 * num_words < _HUGE_PAGE or _HUGE is None:
-        return np.zeros(num_words, dtype=np.uint64)
+        words = np.zeros(num_words + _LINE, dtype=np.uint64)
+        first = -(words.ctypes.data // 8) % _LINE
+        return words[first : first + num_words]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, 8 * num_words + _HUGE_PAGE, flags=flags)
     skipped = -_address_of(memory) % _HUGE_PAGE

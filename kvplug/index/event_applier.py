@@ -84,15 +84,16 @@ class EventApplier:
         """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
         none.
         """
-        hash_space, first = self._hash_spaces.get(rank), 0
-        if hash_space is None:
+        try:
+            words = self._kernels.words_of(rank)
+        except KeyError:
             applied = ApplyResult()
             applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
         if self._lower_tiers.refused or self._annotations.need_all_events:
-            applied = ApplyResult()
+            applied, first = ApplyResult(), 0
         else:
-            applied, first = self._kernels.apply_packed(rank, hash_space, payload)
+            applied, first = self._kernels.apply_packed(rank, payload, words)
         if first >= 0:
             # Behind an event that needs a decision the rest of a payload goes one by one.
             for event in packed.decode(payload)[first:]:
@@ -121,9 +122,7 @@ class EventApplier:
             return first + self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied)
         at = first
         if not self._are_single(rank):
-            at = self._kernels.apply_records(
-                rank, self._hash_spaces.of(rank), records, first, max_blocks, applied
-            )
+            at = self._kernels.apply_records(rank, records, first, max_blocks, applied)
             self._capacity_guard.settle()
             if self._kernels.num_over:
                 return at + self._start_evicting(self._kernels.num_over, applied)
@@ -207,44 +206,43 @@ class _KernelEvents:
         return bool(self._counts[kernels.WHY] == kernels.NEEDS_ROOM)
 
     def apply_records(
-        self, rank: Rank, hash_space: HashSpace, records: Records, first: int, max_blocks: int,
-        applied: ApplyResult,
-    ) -> int:  # fmt: skip
+        self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
+    ) -> int:
         """Apply from record `first` on; returns the number of the first that was not applied."""
         at, again = first, True
         while again:
             at = int(kernels.apply_records(
                 at, records.num_events, max_blocks, self._block_size, records.bundle.words,
-                self._bundle_for(rank, hash_space),
+                self.words_of(rank),
             ))  # fmt: skip
-            again = self._count(rank, hash_space, applied)
+            again = self._count(rank, applied)
         return at
 
-    def apply_packed(
-        self, rank: Rank, hash_space: HashSpace, payload: bytes
-    ) -> tuple[ApplyResult, int]:
-        """What became of a payload, and the number of the event that needs a decision; -1: none."""
+    def apply_packed(self, rank: Rank, payload: bytes, words: U64) -> tuple[ApplyResult, int]:
+        """What became of a payload, and the number of the event that needs a decision; -1: none.
+
+        words: of the rank, as `words_of` has just given them.
+        """
         buffers = self._buffers
         try:
             end = len(payload)
             if end > buffers.max_payload:
                 buffers.reserve_payload(end)
+                words = self._collect_anew(rank)
             # Copied, as NumPy takes five times as long to look at bytes where they are.
             buffers.payload[:end] = payload
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
-        result = apply_packed(0, 0, end, self._bundle_for(rank, hash_space))
+        result = apply_packed(0, 0, end, words)
         if result >= 0:
             return ApplyResult(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1
-        return self._go_on(rank, hash_space, end, result)
+        return self._go_on(rank, end, result)
 
-    def _go_on(
-        self, rank: Rank, hash_space: HashSpace, num_bytes: int, result: int
-    ) -> tuple[ApplyResult, int]:
+    def _go_on(self, rank: Rank, num_bytes: int, result: int) -> tuple[ApplyResult, int]:
         applied = ApplyResult()
-        while result < 0 and self._count(rank, hash_space, applied):
+        while result < 0 and self._count(rank, applied):
             first, at = -1 - result, int(self._counts[kernels.POSITION])
-            result = apply_packed(first, at, num_bytes, self._bundle_for(rank, hash_space))
+            result = apply_packed(first, at, num_bytes, self.words_of(rank))
         if result < 0:
             is_done = self._counts[kernels.WHY] == kernels.DONE
             return applied, -1 if is_done else int(-1 - result)
@@ -252,21 +250,22 @@ class _KernelEvents:
         applied.num_removed += result >> kernels.REMOVED_SHIFT
         return applied, -1
 
-    def _bundle_for(self, rank: Rank, hash_space: HashSpace) -> U64:
+    def words_of(self, rank: Rank) -> U64:
+        """The words of the bundle that kernels take for a rank; KeyError if it is not followed."""
         if self._seen_version == self._version.count:
             bundle = self._bundles.get(rank)
             if bundle is not None:
                 return bundle.words
-        return self._collect_anew(rank, hash_space).words
+        return self._collect_anew(rank)
 
-    def _collect_anew(self, rank: Rank, hash_space: HashSpace) -> Bundle:
+    def _collect_anew(self, rank: Rank) -> U64:
         # The rank may get its numbers only now, which changes the members of its hash space.
         holders = self._numbers.holder_of_tier(self._numbers.number_of(rank))
         if self._seen_version != self._version.count:
             self._bundles.clear()
             self._seen_version = self._version.count
-        bundle = self._bundles[rank] = self._collect(rank, hash_space, holders)
-        return bundle
+        bundle = self._bundles[rank] = self._collect(rank, self._hash_spaces.of(rank), holders)
+        return bundle.words
 
     def _collect(self, rank: Rank, hash_space: HashSpace, holders: I64) -> Bundle:
         number = self._numbers.number_of(rank)
@@ -285,7 +284,7 @@ class _KernelEvents:
             self._repeated_stores.flag_of(number),
         )
 
-    def _count(self, rank: Rank, hash_space: HashSpace, applied: ApplyResult) -> bool:
+    def _count(self, rank: Rank, applied: ApplyResult) -> bool:
         """Add up what a call has done; whether arrays have grown, so that it can go on."""
         num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
         applied.num_stored += num_stored
@@ -293,14 +292,15 @@ class _KernelEvents:
         if num_unknown:
             applied.reject(RejectReason.UNKNOWN_BLOCK, num_unknown)
         return why in (kernels.NEEDS_ROOM, kernels.NEEDS_RUNS) and self._make_room(
-            rank, hash_space, num_wanted, comes=why == kernels.NEEDS_ROOM
+            rank, num_wanted, comes=why == kernels.NEEDS_ROOM
         )
 
-    def _make_room(self, rank: Rank, hash_space: HashSpace, num_blocks: int, comes: bool) -> bool:
+    def _make_room(self, rank: Rank, num_blocks: int, comes: bool) -> bool:
         """Have arrays grow for so many blocks; False if the bounds forbid it.
 
         Blocks that leave (`comes` is false) need room for runs, which is always given.
         """
+        hash_space = self._hash_spaces.of(rank)
         holder = int(self._numbers.holder_of_tier(self._numbers.number_of(rank)).max())
         if not comes:
             self._block_store.reserve_runs(holder, num_blocks)

@@ -28,7 +28,8 @@ class EventBuffers:
     def __init__(self, version: ArrayVersion) -> None:
         self._version = version
         self.blocks: U64
-        self.payload: bytearray
+        # Python copies bytes twice on their way into a slice of a bytearray.
+        self.payload: memoryview
         self.max_payload: int
         self._start()
 
@@ -62,4 +63,4 @@ class EventBuffers:
         self._version.count += 1
 
     def _make_payload(self, num_bytes: int) -> None:
-        self.payload, self.max_payload = bytearray(num_bytes + PADDING), num_bytes
+        self.payload, self.max_payload = memoryview(bytearray(num_bytes + PADDING)), num_bytes

@@ -130,15 +130,15 @@ class HashTable:
                 and not self._version.is_tight
             ):
                 return step
-        return max(int(self.capacity * _GROWTH), _least_capacity(needed))
+        return max(_whole_buckets(int(self.capacity * _GROWTH)), _least_capacity(needed))
 
 
 def require_sound(name: str, slots: U64) -> None:
     """Raises IndexCorruptError if slots from a file are no table: kernels would leave them."""
     if (
         slots.dtype != np.uint64
-        or len(slots) < 4
-        or len(slots) % 2
+        or len(slots) < 2 + 2 * kernels.BUCKET
+        or (len(slots) - 2) % (2 * kernels.BUCKET)
         or (slots[-2] >= len(slots) // 2 - 1)
     ):
         raise IndexCorruptError(f"{name} is no table")
@@ -161,7 +161,11 @@ def _least_capacity(num_entries: int) -> int:
     """The smallest that has room for so many."""
     sparse = (5 * (num_entries + 1) + 1) // 2
     dense = max(kernels.LARGE, (5 * (num_entries + 1) + 3) // 4)
-    return max(_MIN_CAPACITY, sparse if sparse < kernels.LARGE else dense)
+    return _whole_buckets(max(_MIN_CAPACITY, sparse if sparse < kernels.LARGE else dense))
+
+
+def _whole_buckets(num_slots: int) -> int:
+    return -(-num_slots // kernels.BUCKET) * kernels.BUCKET
 
 
 def _empty(capacity: int) -> U64:

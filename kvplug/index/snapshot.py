@@ -36,7 +36,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-LAYOUT = 4
+LAYOUT = 5
 """Of the settings and arrays of an index; in layout 1 annotations were part of the index, layout 2
 forgot `bigrams`, layout 3 had no KV cache groups."""
 

@@ -10,6 +10,7 @@ one that the kernel may change. A wrong dtype is refused with a TypeError; scala
 so callers check them. With NUMBA_DISABLE_JIT=1 every kernel is the plain Python function.
 """
 
+import platform
 import threading
 from collections.abc import Callable
 from ctypes import c_char
@@ -27,8 +28,10 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 __all__ = [
+    "COMPILED",
     "b1",
     "compile_all",
+    "exchange_if",
     "f8",
     "f64_of",
     "fold_multiply",
@@ -39,6 +42,7 @@ __all__ = [
     "inlined",
     "inlined_allocating",
     "kernel",
+    "load_now",
     "load_u64",
     "prefetch",
     "reads",
@@ -52,6 +56,9 @@ __all__ = [
     "void",
     "writes",
 ]  # fmt: skip
+
+COMPILED = not numba.config.DISABLE_JIT
+"""Whether kernels are machine code, and not plain Python."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -253,6 +260,45 @@ def _load_u64(typing_context: Any, data: Any, at: Any) -> Any:
     return u8(data, u8), generate
 
 
+def _load_now_reference(words: Any) -> Any:
+    return words[0]
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _load_now(typing_context: Any, words: Any) -> Any:
+    """words[0] as it is in memory, after a short pause: to wait for another thread in a loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):  # PAUSE: the core's other thread goes on
+            pause = builder.module.declare_intrinsic(
+                "llvm.x86.sse2.pause", (), ir.FunctionType(ir.VoidType(), [])
+            )
+            builder.call(pause, [])
+        address = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load_atomic(address, "acquire", 8)
+
+    return u8(words), generate
+
+
+def _exchange_if_reference(words: Any, expected: Any, wanted: Any) -> bool:
+    if words[0] != expected:
+        return False
+    words[0] = wanted
+    return True
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _exchange_if(typing_context: Any, words: Any, expected: Any, wanted: Any) -> Any:
+    """Set words[0] if it is as expected, in one step for all threads; whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = context.make_array(signature.args[0])(context, builder, args[0]).data
+        done = builder.cmpxchg(address, args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(done, 1)
+
+    return b1(words, u8, u8), generate
+
+
 def _array_of(dtype: Any, kind: str) -> Callable[[Any, Any], Any]:
     """A function (bundle, number) -> the array that a bundle (kernels/bundle.py) has there.
 
@@ -299,6 +345,10 @@ prefetch: Callable[[Any, Any], None] = (
 )
 trailing_zeros: Callable[[Any], Any] = (
     _trailing_zeros_reference if numba.config.DISABLE_JIT else _trailing_zeros
+)
+load_now: Callable[[Any], Any] = _load_now_reference if numba.config.DISABLE_JIT else _load_now
+exchange_if: Callable[[Any, Any, Any], Any] = (
+    _exchange_if_reference if numba.config.DISABLE_JIT else _exchange_if
 )
 load_u64: Callable[[Any, Any], Any] = _load_u64_reference if numba.config.DISABLE_JIT else _load_u64
 

@@ -1,20 +1,33 @@
-"""An open-addressing table, u64 -> u64, in one flat array.
+"""A hash table, u64 -> u64, in buckets of one cache line, in one flat array.
 
-In:  `slots`, uint64[2 * capacity + 2]: key and value of slot i at 2i and 2i + 1, in one cache line;
-     behind them the number of entries, and how many there may be at most (0: no limit).
+In:  `slots`, uint64[2 * capacity + 2]: key and value of slot i at 2i and 2i + 1; four slots are a
+     bucket; behind them the number of entries, and how many there may be at most (0: no limit).
 Out: values for keys; 0 means absent, so 0 is never stored as a value (the caller's promise).
 
-Linear probing from `home_of(key)`; removal shifts later entries back instead of leaving tombstones,
-so a table that was full of evicted blocks probes as fast as a new one. The capacity may be any
-number (no power of two), so that tables can grow by less than doubling; homes rise with the mixed
-key, whatever the capacity, so moving to a larger table reads and writes memory in order. The caller
-keeps at least one slot empty. Reference: a dict (tests/kernels/test_table.py).
+The filled slots of a bucket are its first ones, in any order. A key is in its home bucket, or, if
+that is full, in the next that is not. So a lookup compares four keys at once and mostly reads one
+cache line, and most removals move one entry within it: only a full bucket may have sent entries on,
+and takes one of them back. No tombstones are left, so a table that was full of evicted blocks
+probes as fast as a new one. There may be any number of buckets (no power of two), so that tables
+can grow by less than doubling; homes rise with the mixed key, whatever the capacity, so moving to a
+larger table reads and writes memory in order. The caller keeps at least one slot empty. Reference:
+a dict (tests/kernels/test_table.py).
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import i8, inlined, kernel, prefetch, reads, u8, void, writes
+from kvplug.kernels._jit import (
+    i8,
+    inlined,
+    kernel,
+    prefetch,
+    reads,
+    trailing_zeros,
+    u8,
+    void,
+    writes,
+)
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
@@ -29,13 +42,15 @@ LARGE = 2**17
 # prefetches: 8 MiB looked at in random order took 51 ns each with 128 at once, 12 with 64 and 6
 # with 16.
 NUM_PREFETCHED = 16
-_ABSENT, _ONE, _TWO, _FOUR = (np.uint64(n) for n in (0, 1, 2, 4))
+BUCKET = 4
+"""Slots of a bucket: 64 bytes."""
+_ABSENT, _ONE, _TWO, _THREE, _FOUR, _SIX = (np.uint64(n) for n in (0, 1, 2, 3, 4, 6))
 
 
 @inlined
 def home_of(key: np.uint64, capacity: np.uint64) -> np.uint64:
-    """The slot where a key would be in an empty table."""
-    return (((key * _GOLDEN) >> _32) * capacity) >> _32
+    """The first slot of the bucket where a key would be in an empty table."""
+    return ((((key * _GOLDEN) >> _32) * (capacity >> _TWO)) >> _32) << _TWO
 
 
 @inlined
@@ -56,18 +71,47 @@ def _count(slots: U64, more: np.uint64) -> None:
 
 
 @inlined
-def _after(at: np.uint64, capacity: np.uint64) -> np.uint64:
-    at += _ONE
+def _next_bucket(at: np.uint64, capacity: np.uint64) -> np.uint64:
+    at += _FOUR
     return _ABSENT if at == capacity else at
+
+
+@inlined
+def _is_there(slots: U64, at: np.uint64, key: np.uint64) -> np.uint64:
+    """A bit for each slot of the bucket at `at` that has the key. Empty slots have key 0."""
+    first = _TWO * at
+    return (
+        np.uint64(slots[first] == key)
+        | (np.uint64(slots[first + _TWO] == key) << _ONE)
+        | (np.uint64(slots[first + _FOUR] == key) << _TWO)
+        | (np.uint64(slots[first + _SIX] == key) << _THREE)
+    )
+
+
+@inlined
+def _num_filled(slots: U64, at: np.uint64) -> np.uint64:
+    """How many slots of the bucket at `at` are filled."""
+    first = _TWO * at + _ONE
+    return (
+        np.uint64(slots[first] != _ABSENT)
+        + np.uint64(slots[first + _TWO] != _ABSENT)
+        + np.uint64(slots[first + _FOUR] != _ABSENT)
+        + np.uint64(slots[first + _SIX] != _ABSENT)
+    )
 
 
 @inlined
 def find_slot(slots: U64, key: np.uint64, capacity: np.uint64) -> np.uint64:
     """The slot of `key`, or the empty slot where it would go."""
     at = home_of(key, capacity)
-    while slots[_TWO * at + _ONE] != _ABSENT and slots[_TWO * at] != key:
-        at = _after(at, capacity)
-    return at
+    hits = _is_there(slots, at, key)
+    while hits == _ABSENT:
+        num_filled = _num_filled(slots, at)
+        if num_filled < _FOUR:
+            return at + num_filled
+        at = _next_bucket(at, capacity)
+        hits = _is_there(slots, at, key)
+    return np.uint64(at + trailing_zeros(hits))
 
 
 @inlined
@@ -88,27 +132,65 @@ def _distance(start: np.uint64, end: np.uint64, capacity: np.uint64) -> np.uint6
 
 
 @inlined
+def _is_sent_on(
+    slots: U64, slot: np.uint64, at: np.uint64, distance: np.uint64, capacity: np.uint64
+) -> np.uint64:
+    """1 if the entry of a slot in the bucket at `at` has its home so far before it, or further; 0
+    if not, or if the slot is empty.
+    """
+    home, is_filled = home_of(slots[_TWO * slot], capacity), slots[_TWO * slot + _ONE] != _ABSENT
+    return np.uint64(is_filled & (_distance(home, at, capacity) >= distance))
+
+
+@inlined
+def _sent_on(slots: U64, full: np.uint64, capacity: np.uint64) -> np.uint64:
+    """The slot of an entry that the full bucket at `full` had no room for; `full` if there is none.
+
+    All buckets from there to the entry are full.
+    """
+    at = full
+    while True:
+        at = _next_bucket(at, capacity)
+        distance = _distance(full, at, capacity)
+        found = (
+            _is_sent_on(slots, at, at, distance, capacity)
+            | (_is_sent_on(slots, at + _ONE, at, distance, capacity) << _ONE)
+            | (_is_sent_on(slots, at + _TWO, at, distance, capacity) << _TWO)
+            | (_is_sent_on(slots, at + _THREE, at, distance, capacity) << _THREE)
+        )
+        if found != _ABSENT:
+            return np.uint64(at + trailing_zeros(found))
+        if slots[_TWO * (at + _THREE) + _ONE] == _ABSENT:
+            return full
+
+
+@inlined
+def _move(slots: U64, source: np.uint64, hole: np.uint64) -> None:
+    _put(slots, hole, slots[_TWO * source], slots[_TWO * source + _ONE])
+
+
+@inlined
 def erase_slot(slots: U64, hole: np.uint64, capacity: np.uint64) -> None:
-    """Remove the entry, then move back whatever would not be found past the hole."""
+    """Remove the entry, then move back what a full bucket has sent on."""
     _count(slots, ~_ABSENT)
-    at = _after(hole, capacity)
-    while slots[_TWO * at + _ONE] != _ABSENT:
-        home = home_of(slots[_TWO * at], capacity)
-        if _distance(home, at, capacity) >= _distance(hole, at, capacity):
-            _put(slots, hole, slots[_TWO * at], slots[_TWO * at + _ONE])
-            hole = at
-        at = _after(at, capacity)
-    _put(slots, hole, _ABSENT, _ABSENT)
+    bucket = hole & ~_THREE
+    num_filled = _num_filled(slots, bucket)
+    while num_filled == _FOUR:
+        source = _sent_on(slots, bucket, capacity)
+        if source == bucket:
+            break
+        _move(slots, source, hole)
+        hole, bucket = source, source & ~_THREE
+        num_filled = _num_filled(slots, bucket)
+    last = bucket + num_filled - _ONE
+    _move(slots, last, hole)
+    _put(slots, last, _ABSENT, _ABSENT)
 
 
 @inlined
 def prefetch_key(slots: U64, key: np.uint64, capacity: np.uint64) -> None:
-    """Prefetch the slot of a key, and the two behind it: every second look goes on to the next
-    slot.
-    """
-    at = _TWO * home_of(key, capacity)
-    prefetch(slots, at)
-    prefetch(slots, at + _FOUR)
+    """Prefetch the home bucket of a key."""
+    prefetch(slots, _TWO * home_of(key, capacity))
 
 
 @inlined
@@ -220,7 +302,7 @@ def count_equal(
 def count_reachable(slots: U64) -> int:
     """How many slots are filled, each with a key that a lookup finds right there.
 
-    -1 if one is not.
+    -1 if one is not, or if an empty slot has a key.
     """
     capacity, num_found = capacity_of(slots), 0
     for at in range(len(slots) // 2 - 1):
@@ -229,6 +311,8 @@ def count_reachable(slots: U64) -> int:
             if find_slot(slots, key, capacity) != np.uint64(at):
                 return -1
             num_found += 1
+        elif key != _ABSENT:
+            return -1
     return num_found
 
 

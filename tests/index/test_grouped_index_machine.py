@@ -2,6 +2,7 @@
 equal to plain counters, and a prefix counts if every group has what it needs.
 """
 
+import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -38,6 +39,8 @@ GROUPS = {
     Rank("windows"): {0: (("sliding_window", 4), 2), 1: (("sliding_window", 2), 1)},
     Rank("plain"): {0: (FULL, ALL)},
 }
+# Copies of which all are the last of so many blocks are ends of chunks, once there are so many.
+MIN_COPIES = 4
 MAIN = {Rank("hybrid"): 1, Rank("hybrid", 1): 0, Rank("plain"): 0}
 ranks = st.sampled_from(list(GROUPS))
 block_lists = st.lists(st.sampled_from([(1, 1), (1, 2)]), min_size=1, max_size=6)
@@ -57,6 +60,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         self.index = BlockIndex(BLOCK_SIZE)
         self.copies = {(rank, group): Counter() for rank in GROUPS for group in GROUPS[rank]}
         self.in_host = {rank: Counter() for rank in GROUPS}
+        self.offloaded = {rank: [] for rank in GROUPS}  # lengths of prefixes up to each copy
         self.reporting = set()  # ranks that have told something again
         for rank in GROUPS:
             self.index.add_rank(rank)
@@ -133,8 +137,15 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         if rank in MAIN:
             known = [c for c in prefixes(blocks) if c in self.named()]
             names = names_of(prefixes(blocks))
-            self.apply(rank, BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank]))
-            self.in_host[rank].update(known)
+            copied = BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank])
+            applied = self.apply(rank, copied)
+            lengths = self.offloaded[rank]
+            lengths += [len(content) // BLOCK_SIZE for content in known]
+            if known and math.gcd(*lengths) > 1 and len(lengths) >= MIN_COPIES:
+                assert applied.rejected == {"chunked_offload": len(names)}
+                self.in_host[rank].clear()
+            else:
+                self.in_host[rank].update(known)
 
     def remove_contents(self, rank, group, contents):
         applied = self.apply(rank, BlockRemoved(block_hashes=names_of(contents), group=group))
@@ -156,7 +167,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         if tier is not Tier.HOST:
             for group in GROUPS[rank]:
                 self.copies[rank, group].clear()
-        if tier is not Tier.DEVICE:
+        if tier is Tier.HOST or (tier is None and not self.offloaded[rank]):
             self.in_host[rank].clear()
 
     @rule(rank=ranks)
@@ -167,6 +178,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             for group in GROUPS[each]:
                 self.copies[each, group].clear()
             self.in_host[each].clear()
+            self.offloaded[each].clear()
             self.reporting.discard(each)
             self.learn(each)
 
@@ -176,6 +188,8 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             snapshot.save(self.index, Path(folder) / "index")
             self.index = snapshot.restore(Path(folder) / "index")
         self.reporting.clear()
+        for lengths in self.offloaded.values():
+            lengths.clear()
 
     def compare(self, content):
         """What each rank can reuse of the prompt with these tokens."""

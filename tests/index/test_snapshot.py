@@ -182,7 +182,7 @@ BROKEN = {
     "hash spaces": lambda _, settings: settings.__setitem__("hash_spaces", [[], []]),
     "a common hash space": lambda _, settings: settings.__setitem__("common", 9),
     "a block size": lambda _, settings: settings.__setitem__("block_size", 0),
-    "a layout": lambda _, settings: settings.__setitem__("layout", 5),
+    "a layout": lambda _, settings: settings.__setitem__("layout", 6),
     "a pool": lambda _, settings: settings["pools"].append({"holder": 7, "rank": 0, "workers": []}),
     "an annotation": lambda _, settings: settings["annotations"].__setitem__("window", []),
     "an annotation's array": lambda arrays, _: arrays.pop("cxl.ring"),
@@ -216,7 +216,7 @@ def test_a_file_of_a_former_layout_is_rejected_by_its_number(saved):
     _, path = saved
     rewritten(path, lambda _, settings: settings.pop("layout"))
     with pytest.raises(
-        SnapshotError, match="expected an index of layout 4, got layout 1 of kvplug"
+        SnapshotError, match="expected an index of layout 5, got layout 1 of kvplug"
     ):
         snapshot.restore(path)
 

@@ -53,7 +53,7 @@ def test_the_wide_multiplication_equals_its_reference():
 
 @pytest.mark.skipif(not COMPILED, reason="parts are functions")
 def test_a_part_is_not_called_from_python():
-    slots = np.zeros(6, dtype=np.uint64)
+    slots = np.zeros(10, dtype=np.uint64)
     table.find_many(slots, slots[:1], slots[1:2])
     with pytest.raises(TypeError, match="capacity_of is a part of kernels"):
         table.capacity_of(slots)

@@ -61,3 +61,36 @@ def test_an_exception_leaves_the_lock_free():
         pass
     with lock.low_priority:
         pass
+
+
+def test_threads_exclude_each_other_however_the_lock_changes_hands():
+    lock, inside, num_seen = QueryFirstLock(), [0], []
+
+    def enter_and_leave():
+        inside[0] += 1
+        num_seen.append(inside[0])
+        inside[0] -= 1
+
+    def query():
+        for _ in range(300):
+            with lock:
+                enter_and_leave()
+
+    def ingest():
+        for _ in range(100):
+            with lock.low_priority as turn:
+                for _ in range(3):
+                    enter_and_leave()
+                    turn.yield_to_queries()
+                with turn.released():
+                    pass
+
+    threads = [threading.Thread(target=target) for target in (query, query, ingest, ingest)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert len(num_seen) == 2 * 300 + 2 * 100 * 3
+    assert set(num_seen) == {1}
+    with lock:  # it is free
+        pass
