@@ -105,12 +105,12 @@ class ServerConfig:
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "an engine; repeat for each. `events`: where it publishes KV events "
-        "(`tcp://host:port`), by default where the engine says; vLLM before 0.32 does not say, "
-        "and without events only an engine's load counts. `replay`: its `replay_endpoint`, from "
-        "which lost events are fetched. Of an engine with data-parallel ranks, both are those of "
-        "rank 0, and the others have the next ports. `topic`: subscribe only to topics with this "
-        "prefix. `block_size`: overrides `--block-size`. `dp_size`: its ranks, by default what "
-        "the engine says",
+        "(`tcp://host:port`, `ipc://path`), by default where the engine says; vLLM before 0.32 "
+        "does not say, and without events only an engine's load counts. `replay`: its "
+        "`replay_endpoint`, from which lost events are fetched. Of an engine with data-parallel "
+        "ranks, both are those of rank 0, and the others have the next ports. `topic`: subscribe "
+        "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
+        "ranks, by default what the engine says",
         flag=f"--worker {_WORKER}",
         default_text="required",
         parse=WorkerSpec.parse,
