@@ -22,6 +22,7 @@ from kvplug.setting import settings_of
 from kvplug.sim import engine_config as engine_cli
 from kvplug.sim.replay import cli as replay_cli
 from kvplug.topics import Topic
+from kvplug.transports import TRANSPORTS
 from kvplug.wire import TIERS
 from tests import settings_tables
 from tests.documentation import PAGES, ROOT, anchors, blocks, commands, links, name_of
@@ -283,6 +284,14 @@ def test_every_mode_is_explained(mode):
     meanings = {each.name: known.meaning for each, known in settings_of(RouterConfig)}
     assert f"`{mode}`" in meanings["mode"]
     assert f"--router-mode {mode}" in (ROOT / "docs" / "routing.md").read_text()
+
+
+@pytest.mark.parametrize("scheme", TRANSPORTS)
+def test_every_scheme_of_endpoints_is_documented(scheme):
+    assert re.search(rf"`EventThread\(.*`{scheme}`", (ROOT / "docs" / "api.md").read_text())
+    meanings = {each.name: known.meaning for each, known in settings_of(ServerConfig)}
+    assert f"`{scheme}://" in meanings["workers"]
+    assert f"`{scheme}://" in EVENTS
 
 
 @pytest.mark.parametrize("reason", [*Reason, *RejectReason])

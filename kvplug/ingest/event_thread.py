@@ -27,7 +27,12 @@ from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import ReplayRequest
 from kvplug.topics import PREFIX, Topic
-from kvplug.transports import TRANSPORTS, scheme_of
+from kvplug.transports import (
+    TRANSPORTS,
+    TransportFactory,
+    require_one_transport,
+    scheme_of,
+)
 from kvplug.transports.base import Connection, EventSource, Message, ReplayAnswer, Transport
 
 logger = logging.getLogger(__name__)
@@ -195,10 +200,10 @@ class _Stream:
 class EventThread:
     """start, follow, bind, follow_topic, unfollow, stop; is_alive."""
 
-    def __init__(self, transports: Mapping[str, Callable[[], Transport]] = TRANSPORTS) -> None:
+    def __init__(self, transports: Mapping[str, TransportFactory] = TRANSPORTS) -> None:
         """`transports`: by the scheme of their endpoints."""
         self._factories = dict(transports)
-        self._transports: dict[Callable[[], Transport], Transport] = {}
+        self._transports: dict[TransportFactory, Transport] = {}
         self._lock = threading.Lock()
         self._streams: dict[Receiver, _Stream] = {}
         self._dispatcher: TopicDispatcher | None = None
@@ -231,10 +236,13 @@ class EventThread:
     ) -> None:
         """Subscribe; `replay` is the endpoint where the engine sends again what it sent before.
 
-        Raises TransportError for an endpoint that no transport understands.
+        Raises TransportError for an endpoint that no transport understands, and for endpoints of
+        two transports.
         """
         for each in filter(None, (endpoint, replay)):
             self._transport_of(each).check(each)
+        if replay is not None:
+            require_one_transport(endpoint, replay, self._factories)
         follower.can_replay = replay is not None
         connect = self._transport_of(endpoint).connect
         self._submit(lambda: self._add(follower, lambda: connect(endpoint, topic, replay)))

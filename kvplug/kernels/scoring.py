@@ -83,7 +83,9 @@ def found_of(bundle: U64, rank: Index) -> Found:
 
 @inlined
 def _loading_ms(ranks: F64, rank: Index, at: Index, prompt: Prompt, held: I64) -> float:
-    """To bring what lower tiers have to the device."""
+    """To bring what lower tiers have to the device. Each length includes the nearer memory, so what
+    is loaded from a tier is by how much it lengthens the prefix.
+    """
     on_device, in_host = (
         prefix_length(held, prefix_lengths.ON_DEVICE, at),
         prefix_length(held, prefix_lengths.IN_HOST, at),

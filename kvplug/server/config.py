@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvplug.errors import ConfigError
+from kvplug.errors import ConfigError, TransportError
 from kvplug.events import MAX_BLOCK_SIZE, MAX_DP_SIZE
 from kvplug.router.config import RouterConfig
 from kvplug.setting import ABOVE_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
+from kvplug.transports import require_one_transport
 
 _WORKER = "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N][,dp_size=N]"
 _FORM = (
@@ -58,6 +59,8 @@ class WorkerSpec:
                 raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
         if "replay" in values and "events" not in values:
             raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
+        if "replay" in values:
+            _require_one_transport(values["events"], values["replay"], text)
         return cls(
             url=url.rstrip("/"),
             events=values.get("events"),
@@ -78,6 +81,13 @@ def _whole(values: Mapping[str, str], key: str, largest: int, text: str) -> int 
     return int(value)
 
 
+def _require_one_transport(events: str, replay: str, text: str) -> None:
+    try:
+        require_one_transport(events, replay)
+    except TransportError as error:
+        raise ConfigError(f"worker {text!r}: {error}") from error
+
+
 def _require_http(url: str, text: str) -> None:
     try:
         parts = urlsplit(url)
@@ -95,12 +105,12 @@ class ServerConfig:
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "an engine; repeat for each. `events`: where it publishes KV events "
-        "(`tcp://host:port`), by default where the engine says; vLLM before 0.32 does not say, "
-        "and without events only an engine's load counts. `replay`: its `replay_endpoint`, from "
-        "which lost events are fetched. Of an engine with data-parallel ranks, both are those of "
-        "rank 0, and the others have the next ports. `topic`: subscribe only to topics with this "
-        "prefix. `block_size`: overrides `--block-size`. `dp_size`: its ranks, by default what "
-        "the engine says",
+        "(`tcp://host:port`, `ipc://path`), by default where the engine says; vLLM before 0.32 "
+        "does not say, and without events only an engine's load counts. `replay`: its "
+        "`replay_endpoint`, from which lost events are fetched. Of an engine with data-parallel "
+        "ranks, both are those of rank 0, and the others have the next ports. `topic`: subscribe "
+        "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
+        "ranks, by default what the engine says",
         flag=f"--worker {_WORKER}",
         default_text="required",
         parse=WorkerSpec.parse,

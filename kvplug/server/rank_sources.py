@@ -5,7 +5,8 @@ In:  a worker's settings; what its engine answers to GET /kv_event_sources (vLLM
 Out: a RankSource for each rank.
 
 The engines bind one port for each rank, the first one's and those above it. Of an endpoint with a
-wildcard, the worker's URL says the host.
+wildcard, the worker's URL says the host. Only `tcp://` is reached from another machine: an endpoint
+of another scheme counts if the worker's URL is a loopback address, and has no next port.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import msgspec
 
 from kvplug.events import MAX_DP_SIZE
 from kvplug.server.config import WorkerSpec
+from kvplug.transports import TRANSPORTS
 
 _WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -124,10 +126,12 @@ def _reached(endpoint: str | None, url: str) -> str | None:
         return None
     scheme, _, address = endpoint.partition("://")
     host = urlsplit(url).hostname or ""
-    if scheme == "ipc":
+    if scheme not in TRANSPORTS:
+        return None
+    if scheme != "tcp":
         return endpoint if host in _LOOPBACK else None
     at, _, port = address.rpartition(":")
-    if scheme != "tcp" or port in ("", "0", "*"):
+    if port in ("", "0", "*"):
         return None
     if at in _WILDCARDS:
         at = f"[{host}]" if ":" in host else host

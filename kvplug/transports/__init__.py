@@ -7,14 +7,16 @@ memory  publishers in the same process
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvplug.errors import TransportError
 from kvplug.transports.base import Transport
 from kvplug.transports.zmq import ZmqTransport
 
-TRANSPORTS: Final[dict[str, Callable[[], Transport]]] = {
+TransportFactory = Callable[[], Transport]
+
+TRANSPORTS: Final[dict[str, TransportFactory]] = {
     "tcp": ZmqTransport,
     "ipc": ZmqTransport,
 }
@@ -31,3 +33,15 @@ def scheme_of(endpoint: str, known: list[str]) -> str:
         f"cannot subscribe to events at {endpoint!r}: expected an endpoint like "
         f"tcp://127.0.0.1:5557, with one of the schemes {schemes}"
     )
+
+
+def require_one_transport(
+    events: str, replay: str, transports: Mapping[str, TransportFactory] = TRANSPORTS
+) -> None:
+    """TransportError unless one transport serves both endpoints: a source opens both."""
+    known = list(transports)
+    if transports[scheme_of(events, known)] is not transports[scheme_of(replay, known)]:
+        raise TransportError(
+            f"cannot follow events at {events!r} with replays from {replay!r}: "
+            "expected endpoints of one transport"
+        )

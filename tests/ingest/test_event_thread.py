@@ -10,6 +10,7 @@ from kvplug.errors import TransportError
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
+from kvplug.transports import TRANSPORTS
 from kvplug.transports.zmq import ZmqTransport
 from tests.ingest.publisher import Publisher, bind, frames_of, message, stored
 from tests.waiting import until
@@ -224,5 +225,6 @@ def test_calls_without_a_running_thread_are_rejected_by_name(router):
 
 
 def test_a_scheme_without_a_transport_is_rejected_by_name(router, events):
-    with pytest.raises(TransportError, match="one of the schemes ipc://, tcp://"):
+    schemes = ", ".join(f"{scheme}://" for scheme in sorted(TRANSPORTS))
+    with pytest.raises(TransportError, match=f"one of the schemes {schemes}"):
         events.follow(Follower(router, Rank("w0")), "carrier-pigeon://roof")

@@ -8,6 +8,8 @@ from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.trust import REPLAY_CONTRADICTS, UNCONFIRMED, Trust
+from kvplug.transports.memory import MemoryTransport
+from kvplug.transports.zmq import ZmqTransport
 from tests.ingest.publisher import Publisher, ReplayServer, message, stored
 from tests.waiting import until
 
@@ -143,6 +145,15 @@ async def test_events_arrive_though_nobody_replays(router, follower, events, pub
 def test_a_replay_endpoint_that_is_none_is_rejected(follower, events, publisher):
     with pytest.raises(TransportError, match="nonsense"):
         events.follow(follower, publisher.endpoint, replay="nonsense")
+
+
+def test_a_replay_endpoint_of_another_transport_is_rejected(follower):
+    events = EventThread({"tcp": ZmqTransport, "ipc": ZmqTransport, "memory": MemoryTransport})
+    events.start()
+    with pytest.raises(TransportError, match="expected endpoints of one transport"):
+        events.follow(follower, "memory://engine", replay="tcp://127.0.0.1:9")
+    events.follow(follower, "tcp://127.0.0.1:8", replay="ipc:///run/replay")
+    events.stop()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug import BlockRemoved, BlockStored, EngineModel, EventBatch, Rank, Router, RouterConfig
-from kvplug.events import Tier
+from kvplug.events import CxlMetadata, CxlState, Tier
 from kvplug.kernels.forecast import CHUNK
 from tests.kernels import references
 from tests.kernels.test_forecast import ReferenceForecast
@@ -267,6 +267,51 @@ def require_waits_noted(reference, work_ms, now_ms):
     waits = references.waits_ms(reference.before, now_ms)
     expected = references.next_usual_waits_ms(reference.before, now_ms, waits, work_ms)
     assert [rank["usual_wait_ms"] for rank in reference.ranks] == pytest.approx(expected)
+
+
+IN_POOL = {"cxl": CxlMetadata(CxlState.CXL_POOLED, 0, ("a",))}
+LOWER = {"host": {"tier": Tier.HOST}, "disk": {"tier": Tier.DISK}, "pool": IN_POOL}
+
+
+def holding(tokens, num_on_device, tiers):
+    """Worker "a" has the first blocks of 16 tokens on its device, and the next one in each tier."""
+    router = Router(RouterConfig(block_size=16, speculative_ttl_s=0.0), clock=Clock())
+    router.add_worker("a")
+    stored = [(0, num_on_device, {})]
+    stored += [(num_on_device + i, 1, LOWER[tier]) for i, tier in enumerate(tiers)]
+    events = tuple(
+        BlockStored(
+            block_hashes=tuple(range(first + 1, first + 1 + num_blocks)),
+            token_ids=tokens[16 * first : 16 * (first + num_blocks)],
+            block_size=16,
+            parent=first or None,
+            **where,
+        )
+        for first, num_blocks, where in stored
+    )
+    assert router.apply(Rank("a"), EventBatch(events=events)).rejected == {}
+    return router
+
+
+@pytest.mark.parametrize(
+    ("tiers", "loading_ms"),
+    [
+        ([], 0.0),
+        (["host"], 16 * 0.05),
+        (["disk"], 16 * 0.15),
+        (["pool"], 16 * 0.02),
+        (["host", "disk", "pool"], 16 * (0.05 + 0.15 + 0.02)),
+    ],
+)
+def test_only_blocks_that_the_device_lacks_are_loaded(tiers, loading_ms):
+    """docs/routing.md, "Loading from lower tiers": change both together."""
+    tokens, num_on_device = tuple(range(203 * 16 + 1)), 200
+    router = holding(tokens, num_on_device, tiers)
+    model = EngineModel(fixed_ms=2.0, token_ms=0.2, host_ms=0.05, disk_ms=0.15, pool_ms=0.02)
+    router.set_engine_model(Rank("a"), model)
+    num_computed = (3 - len(tiers)) * 16 + 1
+    expected_ms = 2.0 + loading_ms + 0.2 * num_computed
+    assert router.route(tokens).predicted_ttft_ms == pytest.approx(expected_ms)
 
 
 def drawn(router, num_draws=600):

@@ -7,6 +7,8 @@ from kvplug.errors import ConfigError
 from kvplug.router.config import Mode
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.transports import TRANSPORTS
+from kvplug.transports.memory import MemoryTransport
 
 WORKER = "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557"
 
@@ -37,6 +39,16 @@ def test_a_malformed_worker_is_rejected_with_the_form(text):
     with pytest.raises(ConfigError, match="expected URL") as rejected:
         WorkerSpec.parse(text)
     assert f"worker {text!r}" in str(rejected.value)
+
+
+def test_a_replay_endpoint_of_another_transport_is_rejected(monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "memory", MemoryTransport)
+    text = "http://host,events=memory://engine,replay=tcp://127.0.0.1:6557"
+    with pytest.raises(ConfigError, match="expected endpoints of one transport") as rejected:
+        WorkerSpec.parse(text)
+    assert f"worker {text!r}" in str(rejected.value)
+    one = WorkerSpec.parse("http://host,events=tcp://127.0.0.1:5557,replay=ipc:///run/replay")
+    assert one.replay == "ipc:///run/replay"
 
 
 @pytest.mark.parametrize("size", ["0", "x", "-1", "1.5", "65537", ""])

@@ -6,6 +6,8 @@ import pytest
 
 from kvplug.server.config import WorkerSpec
 from kvplug.server.rank_sources import RankSource, of_sglang, of_vllm, sources_of
+from kvplug.transports import TRANSPORTS
+from kvplug.transports.memory import MemoryTransport
 
 URL = "http://10.0.0.7:8000"
 REPLAYED = RankSource(1, "tcp://10.0.0.7:5558", "tcp://10.0.0.7:6558")
@@ -88,10 +90,18 @@ def test_an_endpoint_that_no_other_machine_reaches_is_none(endpoint):
     assert [each.events for each in sources(of_vllm(vllm(endpoint)))] == [None]
 
 
-def test_an_ipc_endpoint_is_reached_on_the_same_machine():
+@pytest.mark.parametrize("endpoint", ["ipc:///run/events", "memory://engine"])
+def test_other_endpoints_are_reached_on_the_same_machine(endpoint, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "memory", MemoryTransport)
+    for url, events in (("http://127.0.0.1:8000", endpoint), (URL, None)):
+        [source] = sources_of(WorkerSpec(url=url), of_vllm(vllm(endpoint)))
+        assert source.events == events
+
+
+def test_an_endpoint_without_a_transport_is_none():
     spec = WorkerSpec(url="http://127.0.0.1:8000")
-    [source] = sources_of(spec, of_vllm(vllm("ipc:///run/events")))
-    assert source.events == "ipc:///run/events"
+    [source] = sources_of(spec, of_vllm(vllm("inproc://events", replay_endpoint="tcp://*:6557")))
+    assert source == RankSource(0, None, "tcp://127.0.0.1:6557")
 
 
 @pytest.mark.parametrize("events", ["tcp://h:65535", "ipc:///run/events"])

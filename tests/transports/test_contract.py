@@ -10,6 +10,7 @@ from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.topics import Topic
+from kvplug.transports import TRANSPORTS
 from kvplug.transports.base import Connection, Message
 from kvplug.transports.memory import MemoryTransport
 from kvplug.transports.zmq import ZmqTransport
@@ -20,8 +21,10 @@ from tests.waiting import until
 class ZmqEngine:
     """An engine that publishes on real sockets."""
 
+    Transport = ZmqTransport
+
     def __init__(self):
-        self.transport = ZmqTransport()
+        self.transport = self.Transport()
         self._publisher, self._server = Publisher(), ReplayServer()
         self.endpoint, self.replay = self._publisher.endpoint, self._server.endpoint
 
@@ -50,10 +53,11 @@ class ZmqEngine:
 class MemoryEngine:
     """An engine in this process."""
 
+    Transport = MemoryTransport
     endpoint = replay = "memory://engine"
 
     def __init__(self):
-        self.transport = MemoryTransport()
+        self.transport = self.Transport()
         self.start()
 
     def start(self):
@@ -75,11 +79,22 @@ class MemoryEngine:
         self.transport.close()
 
 
-@pytest.fixture(params=[ZmqEngine, MemoryEngine])
+RIGS = (ZmqEngine, MemoryEngine)
+"""One for each transport. Its engine runs at first; `replay` is None if it has no replays."""
+
+
+@pytest.fixture(params=RIGS)
 def engine(request):
     engine = request.param()
     yield engine
     engine.destroy()
+
+
+@pytest.fixture
+def replaying(engine):
+    if engine.replay is None:
+        pytest.skip("it has no replays")
+    return engine
 
 
 @pytest.fixture
@@ -161,17 +176,25 @@ def drained(source):
     return is_readable(source)
 
 
-async def test_a_connection_that_is_lost_and_comes_back(engine, source):
+async def test_a_source_may_be_opened_before_its_publisher(engine, source):
     await subscribed(engine, source)
     engine.stop()
     await changed(source, Connection.LOST)
+    source.close()
+    source = engine.transport.connect(engine.endpoint, "kv@", engine.replay)
+    assert source.connection_changes() == source.receive(10) == []
+    filenos = source.filenos()
     engine.start()
-    await changed(source, Connection.OPENED)
+    await subscribed(engine, source)
+    engine.publish(b"said")
+    assert await receive(source, 1) == [Message(TOPIC, 0, b"said")]
+    assert source.filenos() == filenos
+    source.close()
 
 
-async def test_a_replay_begins_where_it_is_asked_to(engine, source):
+async def test_a_replay_begins_where_it_is_asked_to(replaying, source):
     for number in range(40):
-        engine.publish(b"%d" % number)
+        replaying.publish(b"%d" % number)
     answer = source.request_replay(3)
     answered = await receive(answer, 37, part=32)
     assert [said.sequence for said in answered] == list(range(3, 40))
@@ -181,7 +204,8 @@ async def test_a_replay_begins_where_it_is_asked_to(engine, source):
 
 
 @pytest.mark.parametrize("first", [0, 7])
-async def test_an_empty_replay_ends(engine, source, first):
+@pytest.mark.usefixtures("replaying")
+async def test_an_empty_replay_ends(source, first):
     answer = source.request_replay(first)
     await until(lambda: answer.receive(10) or answer.is_ended, "the end is told")
     answer.close()
@@ -198,6 +222,10 @@ def test_an_endpoint_that_is_none_is_rejected(engine):
         engine.transport.check("nonsense")
 
 
+def test_every_transport_has_a_rig():
+    assert {*TRANSPORTS.values()} <= {rig.Transport for rig in RIGS}
+
+
 @pytest.fixture
 def router():
     router = Router(RouterConfig(block_size=4))
@@ -207,7 +235,9 @@ def router():
 
 @pytest.fixture
 def events(engine):
-    events = EventThread(dict.fromkeys(("tcp", "memory"), lambda: engine.transport))
+    endpoints = filter(None, (engine.endpoint, engine.replay))
+    schemes = [each.partition("://")[0] for each in endpoints]
+    events = EventThread(dict.fromkeys(schemes, lambda: engine.transport))
     events.start()
     yield events
     events.stop()
@@ -222,8 +252,8 @@ def payload(first_token):
     return message(0, stored(first_token)).payload
 
 
-async def test_the_event_thread_follows_a_gap_and_a_restart(engine, router, events):
-    follower = Follower(router, Rank("w"))
+async def test_the_event_thread_fills_a_gap(replaying, router, events):
+    engine, follower = replaying, Follower(router, Rank("w"))
     events.follow(follower, engine.endpoint, "kv@", engine.replay)
     engine.wait_for_a_subscriber()
     await until(lambda: follower.trust.level is Trust.EXACT, "it has said nothing yet")
@@ -232,13 +262,19 @@ async def test_the_event_thread_follows_a_gap_and_a_restart(engine, router, even
     engine.publish(payload(21))
     await until(lambda: blocks_of(router) == [1000, 11_000, 21_000], "the gap is filled")
     await until(lambda: follower.trust.level is Trust.EXACT, "it is exact again")
-    engine.stop()
-    await until(lambda: not follower.connected, "the loss is noticed")
-    engine.start()
-    engine.wait_for_a_subscriber()
-    engine.publish(payload(31))
-    await until(lambda: blocks_of(router) == [31_000], "the new incarnation is followed")
-    await until(lambda: follower.trust.level is Trust.EXACT, "it is exact")
+
+
+async def test_the_event_thread_follows_a_restart(engine, router, events):
+    follower = Follower(router, Rank("w"))
+    events.follow(follower, engine.endpoint, "kv@", engine.replay)
+    for first_token in (1, 31):
+        engine.wait_for_a_subscriber()
+        engine.publish(payload(first_token))
+        expected = [1000 * first_token]
+        await until(lambda blocks=expected: blocks_of(router) == blocks, f"{expected} are known")
+        engine.stop()
+        await until(lambda: not follower.connected, "the loss is noticed")
+        engine.start()
 
 
 async def test_publishers_in_this_process_may_share_an_endpoint(router):
