@@ -63,34 +63,41 @@ def test_an_exception_leaves_the_lock_free():
         pass
 
 
-def test_threads_exclude_each_other_however_the_lock_changes_hands():
-    lock, inside, num_seen = QueryFirstLock(), [0], []
+class Counted:
+    """Threads that come into one lock in every way, and how many were in it at once."""
 
-    def enter_and_leave():
-        inside[0] += 1
-        num_seen.append(inside[0])
-        inside[0] -= 1
+    def __init__(self):
+        self.lock, self.num_inside, self.num_seen = QueryFirstLock(), 0, []
 
-    def query():
+    def enter_and_leave(self):
+        self.num_inside += 1
+        self.num_seen.append(self.num_inside)
+        self.num_inside -= 1
+
+    def query(self):
         for _ in range(300):
-            with lock:
-                enter_and_leave()
+            with self.lock:
+                self.enter_and_leave()
 
-    def ingest():
+    def ingest(self):
         for _ in range(100):
-            with lock.low_priority as turn:
+            with self.lock.low_priority as turn:
                 for _ in range(3):
-                    enter_and_leave()
+                    self.enter_and_leave()
                     turn.yield_to_queries()
                 with turn.released():
                     pass
 
-    threads = [threading.Thread(target=target) for target in (query, query, ingest, ingest)]
+
+def test_threads_exclude_each_other_however_the_lock_changes_hands():
+    counted = Counted()
+    targets = (counted.query, counted.query, counted.ingest, counted.ingest)
+    threads = [threading.Thread(target=target) for target in targets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert len(num_seen) == 2 * 300 + 2 * 100 * 3
-    assert set(num_seen) == {1}
-    with lock:  # it is free
+    assert len(counted.num_seen) == 2 * 300 + 2 * 100 * 3
+    assert set(counted.num_seen) == {1}
+    with counted.lock:  # it is free
         pass

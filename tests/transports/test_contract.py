@@ -9,6 +9,7 @@ from kvplug.errors import TransportError
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
+from kvplug.kernels._jit import compile_all
 from kvplug.topics import Topic
 from kvplug.transports import TRANSPORTS
 from kvplug.transports.base import Connection, Message
@@ -16,6 +17,12 @@ from kvplug.transports.memory import MemoryTransport
 from kvplug.transports.zmq import ZmqTransport
 from tests.ingest.publisher import TOPIC, Publisher, ReplayServer, message, stored
 from tests.waiting import until
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    """Nobody waits for a first event while its kernels are compiled."""
+    compile_all()
 
 
 class ZmqEngine:
