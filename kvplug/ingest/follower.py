@@ -23,6 +23,7 @@ from kvplug.events import EventBatch, Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
 from kvplug.ingest.message_log import Effect
+from kvplug.ingest.hidden_states import HiddenStates
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
@@ -115,13 +116,16 @@ class Follower:
         rank: Rank,
         *,
         engine_rank: int | None = None,
+        hides_states: bool = False,
         evidence: Evidence | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: ReplaySettings | None = None,
     ) -> None:
         """`engine_rank`: the data-parallel rank that the publisher's messages must name, if any; by
-        default each message is of the worker's rank that it names. `evidence`: by default there is
-        none, and while the rank is STALE its blocks are worth the router's `stale_confidence`.
+        default each message is of the worker's rank that it names. `hides_states`: whether the
+        model has windows or states of which the events say nothing, as with SGLang. `evidence`: by
+        default there is none, and while the rank is STALE its blocks are worth the router's
+        `stale_confidence`.
         ConfigError if the router uses no events.
         """
         router.require_events(rank)
@@ -133,6 +137,7 @@ class Follower:
         self._has_started_over = False
         self._skips = SkipCounter(rank)
         self._applier = _Applier(router, rank, engine_rank, self._skips.add)
+        self._applier.hidden = HiddenStates() if hides_states else None
         self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
         self.trust = self.sequencer.state
         self._tell_router()
@@ -154,6 +159,21 @@ class Follower:
     @engine_rank.setter
     def engine_rank(self, engine_rank: int | None) -> None:
         self._applier.engine_rank = engine_rank
+
+    @property
+    def hides_states(self) -> bool:
+        """Whether the events say nothing of windows or states that the model has."""
+        return self._applier.hidden is not None
+
+    @hides_states.setter
+    def hides_states(self, hides_states: bool) -> None:
+        if hides_states == self.hides_states:
+            return
+        self._applier.hidden = HiddenStates() if hides_states else None
+        if self.sequencer.last is not None:  # what came before was taken for something else
+            self._applier.clear()
+            self.sequencer.start_over()
+        self._note_trust()
 
     @property
     def replay_request(self) -> ReplayRequest | None:
@@ -250,8 +270,9 @@ class Follower:
 
     def _note_trust(self) -> None:
         state = self.sequencer.state
-        if self._contradiction is not None and state in (trust.EXACT, trust.UNCONFIRMED):
-            state = self._contradiction
+        if state in (trust.EXACT, trust.UNCONFIRMED):
+            hidden = trust.HIDDEN_STATES if self.hides_states else state
+            state = self._contradiction or hidden
         if state is self.trust or state == self.trust:
             return
         was, self.trust = self.trust, state
@@ -291,6 +312,7 @@ class _Applier:
         self.num_stored = self.num_removed = 0
         self._router, self._rank, self._skip = router, rank, skip
         self.engine_rank = engine_rank
+        self.hidden: HiddenStates | None = None
         self.ranks = {rank}
         self._pooled_media: set[str] = set()
         self._run_length = 1
@@ -312,8 +334,12 @@ class _Applier:
         """Forget the blocks of the publisher."""
         for rank in self.ranks:
             self._router.clear(rank)
+        if self.hidden is not None:
+            self.hidden.forget()
 
     def _read_run(self, payloads: list[bytes], first: int) -> Records | None:
+        if self.hidden is not None:
+            return None
         records = read_payloads(payloads[first : first + self._run_length])
         # Short at first: after one message that is not plain, the next ones seldom are.
         self._run_length = 1 if records is None else min(2 * self._run_length, _MAX_RUN_LENGTH)
@@ -344,6 +370,8 @@ class _Applier:
             return
         if self.engine_rank is not None:
             batch = structs.replace(batch, dp_rank=None)
+        if self.hidden is not None:
+            batch = self.hidden.with_ends(batch)
         rank = self._rank.named_by(batch.dp_rank)
         applied = self._router.apply(rank, batch)
         self._count(rank, applied, effect)

@@ -27,12 +27,14 @@ class RankSource(msgspec.Struct, frozen=True):
     """The event publisher of one rank.
 
     engine_rank: what its batches call the rank; None: whatever they say. events: None if it
-    publishes none, or nobody knows where; replay: where it sends past events again.
+    publishes none, or nobody knows where; replay: where it sends past events again; hides_states:
+    whether its model has windows or states of which its events say nothing.
     """
 
     engine_rank: int | None = None
     events: str | None = None
     replay: str | None = None
+    hides_states: bool = False
 
 
 class _Publisher(msgspec.Struct):
@@ -48,10 +50,30 @@ class _Described(msgspec.Struct):
     replay_endpoint_port_base: int | None = None
 
 
+class _MemoryUsage(msgspec.Struct):
+    """token_capacity_swa: room for windows, if they have a pool of their own."""
+
+    token_capacity_swa: int | None = None
+
+
+class _InternalState(msgspec.Struct):
+    memory_usage: _MemoryUsage | None = None
+
+
 class _ServerInfo(msgspec.Struct):
+    """uses_mamba_radix_cache: whether the model keeps states; internal_states: of each rank."""
+
     page_size: int
     dp_size: int = 1
     kv_events: _Described | None = None
+    uses_mamba_radix_cache: bool | None = None
+    internal_states: list[_InternalState] = []
+
+    @property
+    def hides_states(self) -> bool:
+        usages = [state.memory_usage for state in self.internal_states]
+        has_windows = any(usage and usage.token_capacity_swa is not None for usage in usages)
+        return has_windows or bool(self.uses_mamba_radix_cache)
 
 
 def of_vllm(body: bytes) -> list[RankSource]:
@@ -71,7 +93,7 @@ def of_sglang(body: bytes) -> list[RankSource]:
         raise ValueError(f"/server_info: expected dp_size in {limits}, got {info.dp_size}")
     ranks = range(info.dp_size)
     if info.kv_events is None:
-        return [RankSource(rank) for rank in ranks]
+        return [RankSource(rank, hides_states=info.hides_states) for rank in ranks]
     described = info.kv_events
     host, replay = described.endpoint_host, described.replay_endpoint_port_base
     return [
@@ -79,6 +101,7 @@ def of_sglang(body: bytes) -> list[RankSource]:
             rank,
             f"tcp://{host}:{described.endpoint_port_base + rank}",
             None if replay is None else f"tcp://{host}:{replay + rank}",
+            info.hides_states,
         )
         for rank in ranks
     ]
@@ -102,14 +125,16 @@ def _source(
 ) -> RankSource:
     alone = None if num_ranks == 1 else rank
     engine_rank = alone if said is None else said.engine_rank
+    hides = said is not None and said.hides_states
     if spec.events is None:
         events, replay = (said.events, said.replay) if said is not None else (None, None)
-        return RankSource(engine_rank, _reached(events, spec.url), _reached(replay, spec.url))
+        reached = _reached(events, spec.url), _reached(replay, spec.url)
+        return RankSource(engine_rank, *reached, hides)
     distance = rank
     if said is not None and first is not None:
         distance = _distance(said.events, first.events, rank)
     replay = None if spec.replay is None else _at_distance(spec.replay, distance)
-    return RankSource(engine_rank, _at_distance(spec.events, distance), replay)
+    return RankSource(engine_rank, _at_distance(spec.events, distance), replay, hides)
 
 
 def _of_publisher(rank: int, settings: _Publisher) -> RankSource:

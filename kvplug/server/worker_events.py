@@ -71,6 +71,7 @@ class WorkerEvents:
             self._sources[rank] = source
             if rank in self._followers:
                 self._followers[rank].engine_rank = source.engine_rank
+                self._followers[rank].hides_states = source.hides_states
             else:
                 self._follow(spec, rank, source)
         return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.url}
@@ -117,5 +118,6 @@ class WorkerEvents:
             self._router,
             rank,
             engine_rank=source.engine_rank,
+            hides_states=source.hides_states,
             evidence=self._audit.evidence_of(rank),
         )
