@@ -11,7 +11,7 @@ wildcard, the worker's URL says the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -50,30 +50,27 @@ class _Described(msgspec.Struct):
     replay_endpoint_port_base: int | None = None
 
 
-class _MemoryUsage(msgspec.Struct):
-    """token_capacity_swa: room for windows, if they have a pool of their own."""
-
-    token_capacity_swa: int | None = None
-
-
-class _InternalState(msgspec.Struct):
-    memory_usage: _MemoryUsage | None = None
-
-
 class _ServerInfo(msgspec.Struct):
-    """uses_mamba_radix_cache: whether the model keeps states; internal_states: of each rank."""
+    """uses_mamba_radix_cache: whether the model keeps states; internal_states: of each rank, with
+    `memory_usage.token_capacity_swa`, the room for windows if they have a pool of their own.
+    """
 
     page_size: int
     dp_size: int = 1
     kv_events: _Described | None = None
-    uses_mamba_radix_cache: bool | None = None
-    internal_states: list[_InternalState] = []
+    uses_mamba_radix_cache: Any = None
+    internal_states: Any = None
 
     @property
     def hides_states(self) -> bool:
-        usages = [state.memory_usage for state in self.internal_states]
-        has_windows = any(usage and usage.token_capacity_swa is not None for usage in usages)
-        return has_windows or bool(self.uses_mamba_radix_cache)
+        """Whether the model has windows or states; SGLang publishes nothing of them."""
+        states = self.internal_states if isinstance(self.internal_states, list) else []
+        rooms = [_get(_get(each, "memory_usage"), "token_capacity_swa") for each in states]
+        return self.uses_mamba_radix_cache is True or any(room is not None for room in rooms)
+
+
+def _get(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def of_vllm(body: bytes) -> list[RankSource]:

@@ -143,7 +143,8 @@ def drain(engine, rank=0):
     num_drains = engine.ask_oracle(rank=rank)["num_drains"]
 
     def has_drained():
-        engine.endpoint.get("/server_info")  # wakes it up: idle, it looks around once a second
+        # Wakes it up: an idle one looks around once a second.
+        engine.endpoint.get("/server_info", timeout_s=60)
         # One may be under way; the next begins after the last answer was given.
         return engine.ask_oracle(rank=rank)["num_drains"] >= num_drains + 2
 
