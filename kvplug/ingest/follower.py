@@ -22,8 +22,8 @@ from kvplug.errors import DecodeError
 from kvplug.events import EventBatch, Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
-from kvplug.ingest.message_log import Effect
 from kvplug.ingest.hidden_states import HiddenStates
+from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
@@ -116,16 +116,13 @@ class Follower:
         rank: Rank,
         *,
         engine_rank: int | None = None,
-        hides_states: bool = False,
         evidence: Evidence | None = None,
         clock: Callable[[], float] = time.monotonic,
         settings: ReplaySettings | None = None,
     ) -> None:
         """`engine_rank`: the data-parallel rank that the publisher's messages must name, if any; by
-        default each message is of the worker's rank that it names. `hides_states`: whether the
-        model has windows or states of which the events say nothing, as with SGLang. `evidence`: by
-        default there is none, and while the rank is STALE its blocks are worth the router's
-        `stale_confidence`.
+        default each message is of the worker's rank that it names. `evidence`: by default there is
+        none, and while the rank is STALE its blocks are worth the router's `stale_confidence`.
         ConfigError if the router uses no events.
         """
         router.require_events(rank)
@@ -137,7 +134,6 @@ class Follower:
         self._has_started_over = False
         self._skips = SkipCounter(rank)
         self._applier = _Applier(router, rank, engine_rank, self._skips.add)
-        self._applier.hidden = HiddenStates() if hides_states else None
         self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
         self.trust = self.sequencer.state
         self._tell_router()
@@ -162,7 +158,9 @@ class Follower:
 
     @property
     def hides_states(self) -> bool:
-        """Whether the events say nothing of windows or states that the model has."""
+        """Whether the model has windows or states of which the events say nothing, as with SGLang;
+        whoever knows the engine says so.
+        """
         return self._applier.hidden is not None
 
     @hides_states.setter

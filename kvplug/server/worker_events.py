@@ -114,10 +114,11 @@ class WorkerEvents:
 
     def _new_follower(self, rank: Rank, source: RankSource) -> Follower:
         # While some of its events are missing, its blocks are worth what the audit measures.
-        return Follower(
+        follower = Follower(
             self._router,
             rank,
             engine_rank=source.engine_rank,
-            hides_states=source.hides_states,
             evidence=self._audit.evidence_of(rank),
         )
+        follower.hides_states = source.hides_states
+        return follower

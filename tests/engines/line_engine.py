@@ -93,11 +93,11 @@ class LineEngine:
 class Followed:
     """One engine as a worker of a router."""
 
-    def __init__(self, engine, router, listener, **more):
-        """`more` goes to the follower."""
+    def __init__(self, engine, router, listener, *, hides_states=False):
         self.engine, self.router = engine, router
         self.rank = Rank(engine.name)
-        self.follower = Follower(router, self.rank, **more)
+        self.follower = Follower(router, self.rank)
+        self.follower.hides_states = hides_states
         self._unreachable = set()
         listener.follow(self.follower, *engine.source)
         wait_until(lambda: self.follower.connected, "the event stream is connected")

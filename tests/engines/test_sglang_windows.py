@@ -31,11 +31,11 @@ def listener():
 def test_nothing_is_promised_that_it_has_not(engine, listener):
     router = Router(RouterConfig(speculative_ttl_s=0.0))
     router.add_worker(engine.name)
-    followed = Followed(engine, router, listener, **ROW.follower)
+    followed = Followed(engine, router, listener, hides_states=True)
     tally = compare(followed, 60, ROW.ask)
     assert (tally.num_over, tally.num_missing, tally.num_phantoms) == (0, 0, 0)
-    promised = tally.num_requests - tally.num_under
-    assert tally.num_cached > 0 and promised > tally.num_requests / 2
+    assert tally.num_cached > 0
+    assert tally.num_under < tally.num_requests / 2
     assert followed.follower.trust is HIDDEN_STATES
 
 

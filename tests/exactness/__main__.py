@@ -63,7 +63,7 @@ def compare_in_process(name, folder, num_requests, seed):
         router = Router(RouterConfig(speculative_ttl_s=0.0))
         router.add_worker(engine.name)
         router.set_recomputed_blocks(Rank(engine.name), int(row.drafts))
-        followed = Followed(engine, router, listener, **row.follower)
+        followed = Followed(engine, router, listener, hides_states=row.hides_states)
         tally = compare(followed, num_requests, row.ask, seed)
     finally:
         listener.stop()

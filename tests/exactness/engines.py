@@ -71,7 +71,7 @@ class Row:
     """model: in tests/exactness/models.py; num_blocks: few enough to be full after some dozens of
     requests, and each group takes its own out of them; ask: what goes with a request; llm: what
     goes to vLLM; drafts: whether with an EAGLE head, which the router is told; has_adapters:
-    whether requests name LoRA adapters; follower: what goes to the Follower.
+    whether requests name LoRA adapters.
     """
 
     model: str
@@ -80,7 +80,7 @@ class Row:
     num_blocks: int = 100
     ask: Callable[[Any], dict] = plainly
     llm: dict = field(default_factory=dict)
-    follower: dict = field(default_factory=dict)
+    hides_states = False
 
     def recipe(self, name):
         def make(folder):

@@ -5,7 +5,7 @@ In:  the name of a row.   Out: the recipe of its engine, and how it is asked.
 
 import http
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.engines.plugged_sglang import (
@@ -52,13 +52,16 @@ class SglangEngine(PluggedSglang):
 
 @dataclass(frozen=True)
 class SglangRow:
-    """As Row. model: the tiny Llama by default; flags: what goes to SGLang."""
+    """As Row. model: the tiny Llama by default; flags: what goes to SGLang; hides_states: whether
+    the router is told that it has windows or states, as the standalone router reads in /server_info
+    (tests/engines/test_sglang_windows.py).
+    """
 
     model: str = ""
     num_blocks: int = 100
     ask: Callable[[Any], dict] = plainly
     flags: tuple[str, ...] = ()
-    follower: dict = field(default_factory=dict)
+    hides_states: bool = False
     drafts = False
 
     def recipe(self, name):
@@ -82,9 +85,5 @@ ROWS = {
         ask=with_salts_and_resets, num_blocks=60, flags=HICACHE
     ),
     "SGLang, windows as full attention (Gemma 3)": SglangRow("window-and-full"),
-    "SGLang, a window and full attention (Mellum)": SglangRow(
-        # As the standalone router reads it in /server_info (tests/engines/test_sglang_windows.py).
-        "mellum",
-        follower={"hides_states": True},
-    ),
+    "SGLang, a window and full attention (Mellum)": SglangRow("mellum", hides_states=True),
 }

@@ -22,7 +22,8 @@ def router():
 
 @pytest.fixture
 def follower(router):
-    follower = Follower(router, RANK, hides_states=True)
+    follower = Follower(router, RANK)
+    follower.hides_states = True
     follower.on_connected()
     return follower
 
