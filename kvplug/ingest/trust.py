@@ -92,7 +92,7 @@ UNCONFIRMED = TrustState(
 HIDDEN_STATES = TrustState(
     Trust.STALE,
     "its model has windows or states, and its events do not say which of them it keeps",
-    "none; a prefix counts where a stored one ended (docs/events.md, Hybrid models)",
+    "none needed; what is certain counts (docs/events.md, Windows and states in SGLang)",
 )
 
 
