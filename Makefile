@@ -73,7 +73,7 @@ audit: $(READY)  ## predicted against reported cached tokens on two real vLLM en
 
 .PHONY: exactness
 exactness: REQUESTS ?= 500
-exactness: $(READY)  ## predicted against reported, and blocks against blocks, on real vLLM with models of every kind; REQUESTS ONLY=text
+exactness: $(READY)  ## predicted against reported, and blocks against blocks, on real vLLM and SGLang with models of every kind; REQUESTS ONLY=text
 	$(BIN)/python -m tests.exactness --requests $(REQUESTS) $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: fuzz

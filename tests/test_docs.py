@@ -35,7 +35,7 @@ OTHER_PROGRAMS = {"source", "kill"}
 # Flags of programs that are not ours.
 OF_ENGINES = {
     *("--api-key", "--block-size", "--enable-force-include-usage", "--enable-prefix-caching"),
-    *("--disable-hybrid-kv-cache-manager", "--system", "--ulimit"),
+    *("--disable-hybrid-kv-cache-manager", "--disable-hybrid-swa-memory", "--system", "--ulimit"),
     *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port"),
     *("--prefix-caching-hash-algo", "--served-model-name"),
     *("--decode-log-interval", "--disable-radix-cache", "--enable-cache-report", "--model-path"),

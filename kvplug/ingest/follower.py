@@ -22,6 +22,7 @@ from kvplug.errors import DecodeError
 from kvplug.events import EventBatch, Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
+from kvplug.ingest.hidden_states import HiddenStates
 from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
@@ -156,6 +157,23 @@ class Follower:
         self._applier.engine_rank = engine_rank
 
     @property
+    def hides_states(self) -> bool:
+        """Whether the model has windows or states of which the events say nothing, as with SGLang;
+        whoever knows the engine says so.
+        """
+        return self._applier.hidden is not None
+
+    @hides_states.setter
+    def hides_states(self, hides_states: bool) -> None:
+        if hides_states == self.hides_states:
+            return
+        self._applier.hidden = HiddenStates() if hides_states else None
+        if self.sequencer.last is not None:  # what came before was taken for something else
+            self._applier.clear()
+            self.sequencer.start_over()
+        self._note_trust()
+
+    @property
     def replay_request(self) -> ReplayRequest | None:
         """What the engine is to be asked for; another object is another request."""
         return self.sequencer.request
@@ -250,8 +268,9 @@ class Follower:
 
     def _note_trust(self) -> None:
         state = self.sequencer.state
-        if self._contradiction is not None and state in (trust.EXACT, trust.UNCONFIRMED):
-            state = self._contradiction
+        if state in (trust.EXACT, trust.UNCONFIRMED):
+            hidden = trust.HIDDEN_STATES if self.hides_states else state
+            state = self._contradiction or hidden
         if state is self.trust or state == self.trust:
             return
         was, self.trust = self.trust, state
@@ -291,6 +310,7 @@ class _Applier:
         self.num_stored = self.num_removed = 0
         self._router, self._rank, self._skip = router, rank, skip
         self.engine_rank = engine_rank
+        self.hidden: HiddenStates | None = None
         self.ranks = {rank}
         self._pooled_media: set[str] = set()
         self._run_length = 1
@@ -312,8 +332,12 @@ class _Applier:
         """Forget the blocks of the publisher."""
         for rank in self.ranks:
             self._router.clear(rank)
+        if self.hidden is not None:
+            self.hidden.forget()
 
     def _read_run(self, payloads: list[bytes], first: int) -> Records | None:
+        if self.hidden is not None:
+            return None
         records = read_payloads(payloads[first : first + self._run_length])
         # Short at first: after one message that is not plain, the next ones seldom are.
         self._run_length = 1 if records is None else min(2 * self._run_length, _MAX_RUN_LENGTH)
@@ -344,6 +368,8 @@ class _Applier:
             return
         if self.engine_rank is not None:
             batch = structs.replace(batch, dp_rank=None)
+        if self.hidden is not None:
+            batch = self.hidden.with_ends(batch)
         rank = self._rank.named_by(batch.dp_rank)
         applied = self._router.apply(rank, batch)
         self._count(rank, applied, effect)

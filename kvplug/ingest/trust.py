@@ -89,6 +89,12 @@ UNCONFIRMED = TrustState(
     "none needed, the next event shows it",
 )
 
+HIDDEN_STATES = TrustState(
+    Trust.STALE,
+    "its model has windows or states, and its events do not say which of them it keeps",
+    "none needed; what is certain counts (docs/events.md, Windows and states in SGLang)",
+)
+
 
 def missing(num_messages: int) -> TrustState:
     """A gap that nobody was asked about."""

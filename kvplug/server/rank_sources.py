@@ -12,7 +12,7 @@ of another scheme counts if the worker's URL is a loopback address, and has no n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,12 +29,14 @@ class RankSource(msgspec.Struct, frozen=True):
     """The event publisher of one rank.
 
     engine_rank: what its batches call the rank; None: whatever they say. events: None if it
-    publishes none, or nobody knows where; replay: where it sends past events again.
+    publishes none, or nobody knows where; replay: where it sends past events again; hides_states:
+    whether its model has windows or states of which its events say nothing.
     """
 
     engine_rank: int | None = None
     events: str | None = None
     replay: str | None = None
+    hides_states: bool = False
 
 
 class _Publisher(msgspec.Struct):
@@ -51,9 +53,26 @@ class _Described(msgspec.Struct):
 
 
 class _ServerInfo(msgspec.Struct):
+    """uses_mamba_radix_cache: whether the model keeps states; internal_states: of each rank, with
+    `memory_usage.token_capacity_swa`, the room for windows if they have a pool of their own.
+    """
+
     page_size: int
     dp_size: int = 1
     kv_events: _Described | None = None
+    uses_mamba_radix_cache: Any = None
+    internal_states: Any = None
+
+    @property
+    def hides_states(self) -> bool:
+        """Whether the model has windows or states; SGLang publishes nothing of them."""
+        states = self.internal_states if isinstance(self.internal_states, list) else []
+        rooms = [_get(_get(each, "memory_usage"), "token_capacity_swa") for each in states]
+        return self.uses_mamba_radix_cache is True or any(room is not None for room in rooms)
+
+
+def _get(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, dict) else None
 
 
 def of_vllm(body: bytes) -> list[RankSource]:
@@ -73,7 +92,7 @@ def of_sglang(body: bytes) -> list[RankSource]:
         raise ValueError(f"/server_info: expected dp_size in {limits}, got {info.dp_size}")
     ranks = range(info.dp_size)
     if info.kv_events is None:
-        return [RankSource(rank) for rank in ranks]
+        return [RankSource(rank, hides_states=info.hides_states) for rank in ranks]
     described = info.kv_events
     host, replay = described.endpoint_host, described.replay_endpoint_port_base
     return [
@@ -81,6 +100,7 @@ def of_sglang(body: bytes) -> list[RankSource]:
             rank,
             f"tcp://{host}:{described.endpoint_port_base + rank}",
             None if replay is None else f"tcp://{host}:{replay + rank}",
+            info.hides_states,
         )
         for rank in ranks
     ]
@@ -104,14 +124,16 @@ def _source(
 ) -> RankSource:
     alone = None if num_ranks == 1 else rank
     engine_rank = alone if said is None else said.engine_rank
+    hides = said is not None and said.hides_states
     if spec.events is None:
         events, replay = (said.events, said.replay) if said is not None else (None, None)
-        return RankSource(engine_rank, _reached(events, spec.url), _reached(replay, spec.url))
+        reached = _reached(events, spec.url), _reached(replay, spec.url)
+        return RankSource(engine_rank, *reached, hides)
     distance = rank
     if said is not None and first is not None:
         distance = _distance(said.events, first.events, rank)
     replay = None if spec.replay is None else _at_distance(spec.replay, distance)
-    return RankSource(engine_rank, _at_distance(spec.events, distance), replay)
+    return RankSource(engine_rank, _at_distance(spec.events, distance), replay, hides)
 
 
 def _of_publisher(rank: int, settings: _Publisher) -> RankSource:

@@ -71,6 +71,7 @@ class WorkerEvents:
             self._sources[rank] = source
             if rank in self._followers:
                 self._followers[rank].engine_rank = source.engine_rank
+                self._followers[rank].hides_states = source.hides_states
             else:
                 self._follow(spec, rank, source)
         return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.url}
@@ -113,9 +114,11 @@ class WorkerEvents:
 
     def _new_follower(self, rank: Rank, source: RankSource) -> Follower:
         # While some of its events are missing, its blocks are worth what the audit measures.
-        return Follower(
+        follower = Follower(
             self._router,
             rank,
             engine_rank=source.engine_rank,
             evidence=self._audit.evidence_of(rank),
         )
+        follower.hides_states = source.hides_states
+        return follower

@@ -71,6 +71,14 @@ class LineEngine:
         self.generated = answer["generated"]
         return answer["cached"]
 
+    def look(self):
+        """Its blocks come with each answer."""
+
+    @property
+    def source(self):
+        """Where its events come from, as arguments of EventThread.follow."""
+        return (f"tcp://127.0.0.1:{self.port}",)
+
     @property
     def blocks(self):
         """Those of all KV cache groups."""
@@ -85,12 +93,13 @@ class LineEngine:
 class Followed:
     """One engine as a worker of a router."""
 
-    def __init__(self, engine, router, listener):
+    def __init__(self, engine, router, listener, *, hides_states=False):
         self.engine, self.router = engine, router
         self.rank = Rank(engine.name)
         self.follower = Follower(router, self.rank)
+        self.follower.hides_states = hides_states
         self._unreachable = set()
-        listener.follow(self.follower, f"tcp://127.0.0.1:{engine.port}")
+        listener.follow(self.follower, *engine.source)
         wait_until(lambda: self.follower.connected, "the event stream is connected")
 
     def settle(self):

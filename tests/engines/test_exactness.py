@@ -6,10 +6,16 @@ from kvplug import Router, RouterConfig
 from kvplug.ingest.event_thread import EventThread
 from tests.engines.engine_pool import uses
 from tests.engines.line_engine import Followed
+from tests.exactness import sglang
 from tests.exactness.comparison import compare
-from tests.exactness.engines import ROWS
+from tests.exactness.engines import ROWS as VLLM_ROWS
 
-NAMES = ("five windows and full attention (Gemma 3)", "states and full attention (LFM2)")
+ROWS = VLLM_ROWS | sglang.ROWS
+NAMES = (
+    "five windows and full attention (Gemma 3)",
+    "states and full attention (LFM2)",
+    "SGLang, HiCache, salts, cache resets",
+)
 RECIPES = {name: ROWS[name].recipe(name) for name in NAMES}
 
 
@@ -24,8 +30,9 @@ def listener():
 @pytest.mark.parametrize("name", [pytest.param(name, marks=uses(RECIPES[name])) for name in NAMES])
 def test_what_is_promised_is_what_the_engine_reuses(engine_pool, listener, name):
     router = Router(RouterConfig(speculative_ttl_s=0.0))
-    router.add_worker(name)
-    followed = Followed(engine_pool.get(RECIPES[name]), router, listener)
+    engine = engine_pool.get(RECIPES[name])
+    router.add_worker(engine.name)
+    followed = Followed(engine, router, listener)
     tally = compare(followed, 60, ROWS[name].ask)
     assert tally.num_cached > 0
     assert tally.differences == []

@@ -14,7 +14,13 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from tests.engines.engine_pool import uses
-from tests.engines.plugged_sglang import BLOCK_SIZE, NUM_BLOCKS, PluggedSglang, plugged_sglang
+from tests.engines.plugged_sglang import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    PluggedSglang,
+    drain,
+    plugged_sglang,
+)
 from tests.plugins.stock_client import StockClient, wait_until
 
 
@@ -60,16 +66,6 @@ def following(engine, *, dp_size=1):
         yield router, followers
     finally:
         listener.stop()
-
-
-def drain(engine, rank=0):
-    """Wait until the engine has published what it did; returns in how many batches."""
-    num_drains = engine.ask_oracle(rank=rank)["num_drains"]
-    # One may be under way; the next begins after the last answer was given.
-    wait_until(
-        lambda: engine.ask_oracle(rank=rank)["num_drains"] >= num_drains + 2, "all is published"
-    )
-    return engine.ask_oracle(rank=rank)["num_batches"]
 
 
 def settle(engine, followers):

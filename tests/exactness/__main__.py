@@ -17,16 +17,17 @@ from rich.table import Table
 from kvplug import Rank, Router, RouterConfig
 from kvplug.ingest.event_thread import EventThread
 from tests.engines.line_engine import Followed
-from tests.exactness import ranks
+from tests.exactness import ranks, sglang
 from tests.exactness.comparison import compare
 from tests.exactness.engines import ROWS
 
 WIDTH = 150
+IN_PROCESS = ROWS | sglang.ROWS
 
 
 def main():
     args = parsed()
-    names = [name for name in (*ROWS, *ranks.ROWS) if args.only in name]
+    names = [name for name in (*IN_PROCESS, *ranks.ROWS) if args.only in name]
     tallies = {name: run(name, args.requests, args.seed) for name in names}
     Console(width=WIDTH).print(table_of(tallies))
     return int(any(tally.num_over or tally.num_phantoms for tally in tallies.values()))
@@ -53,16 +54,17 @@ def run(name, num_requests, seed):
 
 
 def compare_in_process(name, folder, num_requests, seed):
-    engine, listener = ROWS[name].recipe("engine").make(folder), EventThread()
+    row, listener = IN_PROCESS[name], EventThread()
+    engine = row.recipe("engine").make(folder)
     engine.start()
     try:
         engine.wait_ready()
         listener.start()
         router = Router(RouterConfig(speculative_ttl_s=0.0))
         router.add_worker(engine.name)
-        router.set_recomputed_blocks(Rank(engine.name), int(ROWS[name].drafts))
-        followed = Followed(engine, router, listener)
-        tally = compare(followed, num_requests, ROWS[name].ask, seed)
+        router.set_recomputed_blocks(Rank(engine.name), int(row.drafts))
+        followed = Followed(engine, router, listener, hides_states=row.hides_states)
+        tally = compare(followed, num_requests, row.ask, seed)
     finally:
         listener.stop()
         engine.stop()

@@ -58,6 +58,7 @@ class Tally:
             self.differences.append((predicted, cached))
 
     def compare_blocks(self, followed):
+        followed.engine.look()
         apart = followed.apart_by_group().values()
         self.num_groups = len(followed.engine.blocks_of)
         self.num_missing += max(missing for missing, _ in apart)

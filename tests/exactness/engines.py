@@ -80,6 +80,7 @@ class Row:
     num_blocks: int = 100
     ask: Callable[[Any], dict] = plainly
     llm: dict = field(default_factory=dict)
+    hides_states = False
 
     def recipe(self, name):
         def make(folder):

@@ -1,6 +1,6 @@
-"""Tiny models of every kind that vLLM treats differently: a config without weights or tokenizer.
+"""Tiny models of every kind that engines treat differently: a config without weights or tokenizer.
 
-In:  a name and a folder.   Out: a folder that vLLM serves with `load_format="dummy"`.
+In:  a name and a folder.   Out: a folder that vLLM and SGLang serve with the load format `dummy`.
 """
 
 import json
@@ -64,6 +64,20 @@ _GPT_OSS = {
         "truncate": False,
     },
 }
+# SGLang keeps windows apart, and runs on a CPU: others need a GPU (docs/exactness.md).
+_MELLUM = {
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "num_hidden_layers": 2,
+    "layer_types": [WINDOW, FULL],
+    "sliding_window": 64,
+    "hidden_act": "silu",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "mlp_only_layers": [0, 1],
+    "decoder_sparse_step": 1,
+}
 _MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -98,6 +112,7 @@ CONFIGS = {
     "window-and-full": _gemma(WINDOW, FULL),
     "five-windows-and-full": _gemma(*[WINDOW] * 5, FULL),
     "gpt-oss": _GPT_OSS,
+    "mellum": _MELLUM,
     "windows-only": _MISTRAL,
     "states-and-full": _LFM2,
 }

@@ -85,6 +85,23 @@ def test_sglang_names_the_ports_of_rank_0():
     assert sources(of_sglang(sglang()))[1] == REPLAYED
 
 
+@pytest.mark.parametrize(
+    ("said", "hides_states"),
+    [
+        ({}, False),
+        ({"internal_states": [{"memory_usage": {"token_capacity_swa": None}}]}, False),
+        ({"internal_states": [{"memory_usage": {"token_capacity_swa": 4096}}]}, True),
+        ({"internal_states": "unknown", "uses_mamba_radix_cache": False}, False),
+        ({"uses_mamba_radix_cache": True, "kv_events": None}, True),
+    ],
+)
+def test_sglang_tells_whether_its_model_has_windows_or_states(said, hides_states):
+    found = of_sglang(sglang(**said))
+    assert {each.hides_states for each in sources(found)} == {hides_states}
+    named = sources(found, events="tcp://h:5557")
+    assert {each.hides_states for each in named} == {hides_states}
+
+
 @pytest.mark.parametrize("endpoint", ["inproc://events", "ipc:///run/events", "tcp://*:0", "*"])
 def test_an_endpoint_that_no_other_machine_reaches_is_none(endpoint):
     assert [each.events for each in sources(of_vllm(vllm(endpoint)))] == [None]
