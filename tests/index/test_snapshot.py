@@ -182,7 +182,7 @@ BROKEN = {
     "hash spaces": lambda _, settings: settings.__setitem__("hash_spaces", [[], []]),
     "a common hash space": lambda _, settings: settings.__setitem__("common", 9),
     "a block size": lambda _, settings: settings.__setitem__("block_size", 0),
-    "a layout": lambda _, settings: settings.__setitem__("layout", 5),
+    "a layout": lambda _, settings: settings.__setitem__("layout", 6),
     "a pool": lambda _, settings: settings["pools"].append({"holder": 7, "rank": 0, "workers": []}),
     "an annotation": lambda _, settings: settings["annotations"].__setitem__("window", []),
     "an annotation's array": lambda arrays, _: arrays.pop("cxl.ring"),
