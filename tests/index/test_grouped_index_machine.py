@@ -24,8 +24,11 @@ from kvplug.events import (
 from kvplug.hashing import as_tokens
 from kvplug.index import snapshot
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.bounds import Bounds
+from tests.index.compared_index import FOR_WANT_OF_ROOM
 from tests.index.four_blocks import check_all_leave
 from tests.index.reference import engine_hash
+from tests.index.watched_evictions import WatchedEvictions
 
 BLOCK_SIZE = 2
 ALL = 1000
@@ -52,15 +55,30 @@ def names_of(contents):
 
 
 class GroupedIndexMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self):
-        self.index = BlockIndex(BLOCK_SIZE)
+    @initialize(max_blocks=st.sampled_from([None, 8]))
+    def start(self, max_blocks):
+        self.bounds = Bounds(max_blocks=max_blocks)
+        self.index = BlockIndex(BLOCK_SIZE, bounds=self.bounds)
+        self.watch_evictions()
         self.copies = {(rank, group): Counter() for rank in GROUPS for group in GROUPS[rank]}
         self.in_host = {rank: Counter() for rank in GROUPS}
         self.reporting = set()  # ranks that have told something again
         for rank in GROUPS:
             self.index.add_rank(rank)
             self.learn(rank)
+
+    def watch_evictions(self):
+        contents = self.evictions.contents if hasattr(self, "evictions") else {}
+        self.evictions = WatchedEvictions(self.index, self.parent_of, self.evict)
+        self.evictions.contents = contents
+
+    def parent_of(self, content):
+        return content[:-BLOCK_SIZE] or None
+
+    def evict(self, contents):
+        for counted in [*self.copies.values(), *self.in_host.values()]:
+            for content in contents:
+                counted.pop(content, None)
 
     def learn(self, rank):
         """Every engine stores in all groups at once; the order of the events is that of groups."""
@@ -96,7 +114,14 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             attention=attention,
             sliding_window=window,
         ))  # fmt: skip
+        if applied.rejected.keys() & FOR_WANT_OF_ROOM:
+            assert self.bounds.max_blocks is not None
+            assert sum(applied.rejected.values()) == len(contents) - start
+            return
         assert applied.num_stored == len(contents) - start
+        tokens = as_tokens([token for block in blocks for token in block])
+        hashes = self.index.hasher.sequence_hashes(tokens).tolist()
+        self.evictions.contents.update(zip(hashes, contents, strict=True))
         copies = self.copies[rank, group]
         is_told_again = not start and len(GROUPS[rank]) == 1 and all(copies[c] for c in contents)
         if is_told_again and (len(contents) > 1 or rank in self.reporting):
@@ -174,7 +199,8 @@ class GroupedIndexMachine(RuleBasedStateMachine):
     def save_and_restore(self):
         with tempfile.TemporaryDirectory() as folder:
             snapshot.save(self.index, Path(folder) / "index")
-            self.index = snapshot.restore(Path(folder) / "index")
+            self.index = snapshot.restore(Path(folder) / "index", bounds=self.bounds)
+        self.watch_evictions()
         self.reporting.clear()
 
     def compare(self, content):
@@ -206,7 +232,9 @@ class GroupedIndexMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_counters(self):
         self.index.check()
-        assert len(self.index) == len(self.named())
+        named = self.named()
+        self.evictions.note(named)
+        assert len(self.index) == len(named) <= (self.bounds.max_blocks or len(named))
         for rank in GROUPS:
             assert sorted(self.index.engine_hashes_of(rank).tolist()) == sorted(
                 names_of(self.held_by(rank))
