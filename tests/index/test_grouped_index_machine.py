@@ -23,6 +23,7 @@ from kvplug.events import (
 )
 from kvplug.hashing import as_tokens
 from kvplug.index import snapshot
+from kvplug.index.apply_result import RejectReason
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from tests.index.compared_index import FOR_WANT_OF_ROOM
@@ -63,6 +64,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         self.copies = {(rank, group): Counter() for rank in GROUPS for group in GROUPS[rank]}
         self.in_host = {rank: Counter() for rank in GROUPS}
         self.reporting = set()  # ranks that have told something again
+        self.offloading = set()  # ranks that have named copies in host memory
         for rank in GROUPS:
             self.index.add_rank(rank)
             self.learn(rank)
@@ -158,8 +160,14 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         if rank in MAIN:
             known = [c for c in prefixes(blocks) if c in self.named()]
             names = names_of(prefixes(blocks))
-            self.apply(rank, BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank]))
-            self.in_host[rank].update(known)
+            event = BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank])
+            applied = self.apply(rank, event)
+            if known:
+                self.offloading.add(rank)
+            if applied.rejected[RejectReason.CHUNKED_OFFLOAD]:
+                self.in_host[rank].clear()
+            else:
+                self.in_host[rank].update(known)
 
     def remove_contents(self, rank, group, contents):
         applied = self.apply(rank, BlockRemoved(block_hashes=names_of(contents), group=group))
@@ -178,6 +186,8 @@ class GroupedIndexMachine(RuleBasedStateMachine):
     @rule(rank=ranks, tier=st.sampled_from([None, Tier.DEVICE, Tier.HOST]))
     def clear(self, rank, tier):
         self.apply(rank, AllBlocksCleared(tier=tier))
+        if tier is None and rank in self.offloading:
+            tier = Tier.DEVICE
         if tier is not Tier.HOST:
             for group in GROUPS[rank]:
                 self.copies[rank, group].clear()
@@ -193,6 +203,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
                 self.copies[each, group].clear()
             self.in_host[each].clear()
             self.reporting.discard(each)
+            self.offloading.discard(each)
             self.learn(each)
 
     @rule()
@@ -202,6 +213,7 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             self.index = snapshot.restore(Path(folder) / "index", bounds=self.bounds)
         self.watch_evictions()
         self.reporting.clear()
+        self.offloading.clear()  # a snapshot does not say
 
     def compare(self, content):
         """What each rank can reuse of the prompt with these tokens."""

@@ -216,7 +216,7 @@ def test_a_file_of_a_former_layout_is_rejected_by_its_number(saved):
     _, path = saved
     rewritten(path, lambda _, settings: settings.pop("layout"))
     with pytest.raises(
-        SnapshotError, match="expected an index of layout 4, got layout 1 of kvplug"
+        SnapshotError, match="expected an index of layout 5, got layout 1 of kvplug"
     ):
         snapshot.restore(path)
 
