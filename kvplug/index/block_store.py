@@ -117,7 +117,7 @@ class BlockStore:
     @property
     def num_memberships(self) -> int:
         """Pairs of a block and a holder that has it."""
-        sets = self.runs.column(runs.SET)[self.runs.is_live].astype(np.int64)
+        sets = self.runs.sets[self.runs.is_live]
         return int((self.runs.num_blocks[self.runs.is_live] * self.sets.num_members[sets]).sum())
 
     def grown_nbytes(self, holder: int, num_blocks: int) -> int:
@@ -235,7 +235,7 @@ class BlockStore:
             raise IndexCorruptError("runs: counted others than there are")
         if not self.runs.is_list_whole:
             raise IndexCorruptError("runs: the free numbers are no list")
-        sets = self.runs.column(runs.SET)[live].astype(np.int64)
+        sets = self.runs.sets[live]
         if not sets.all():
             raise IndexCorruptError("runs: a run that nobody has")
         self.sets.check(sets)
@@ -263,7 +263,7 @@ class BlockStore:
     def _check_changes(self) -> None:
         changes, words = self.runs.only_changes, self.sets.words
         known = np.flatnonzero(self.runs.is_live & (changes >= 0))
-        sets, holders = self.runs.column(runs.SET).astype(np.int64), changes[known]
+        sets, holders = self.runs.sets, changes[known]
         bits = self.sets.bits.reshape(-1, words)
         found = bits[sets[known]] ^ bits[sets[self.runs.above[known]]]
         expected = np.zeros_like(found)

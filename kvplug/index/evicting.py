@@ -3,9 +3,11 @@
 In:  the block store, how many blocks have to go.   Out: an Eviction, advanced in slices like a
 clear; counts of what went, and a filter of its engine hashes.
 
-A run gives up blocks from its end, down to the deepest one that another run follows; a chain is
-given up from its tail and its head stays longest. Runs whose parent nobody knows, left over from
-removals in the middle of a chain, go first.
+Whatever goes was the deepest of its chain: no block stays that came behind one that goes. A run
+gives up blocks from its end, down to the deepest one that another run follows. Runs of one family
+(kernels/runs.py) go together, as any of them may follow any other: the deepest blocks of all of
+them first, down to the deepest one that a run outside follows. What follows nothing that is there,
+as that was removed by an engine, goes before everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kvplug.index.block_store import BlockStore, HashSpaceArrays
 from kvplug.index.hash_table import HashTable
 from kvplug.index.sweeping import Sweep
 from kvplug.kernels import evicting as kernels
-from kvplug.kernels import runs, sweeping
+from kvplug.kernels import runs
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -35,11 +37,26 @@ _WORDS_PER_HASH = 0.25  # 16 bits
 
 
 class _Cut(NamedTuple):
-    """int64[n] each: runs, the depth at which each ends now, how many blocks it gives up."""
+    """int64[n] each: runs, their sets, the depth at which each ends now, how many depths it gives
+    up. Blocks are missing at some of those if the run has holes.
+    """
 
     runs: I64
+    sets: I64
     ends: I64
-    num_blocks: I64
+    num_depths: I64
+
+
+class _Units(NamedTuple):
+    """What is given up as one: families, and runs that are in none; each has the number of one of
+    its runs. int64[capacity] by run: its unit, and the depth down to which it may go; by unit: its
+    age, and how many depths it can give up.
+    """
+
+    of_run: I64
+    floors: I64
+    age: I64
+    num_depths: I64
 
 
 @dataclass(slots=True)
@@ -93,7 +110,7 @@ class EvictedHashFilter:
 
 
 class Eviction(Sweep):
-    """`num_blocks` blocks leave by the time it is done; 0 if nothing can."""
+    """`num_blocks` blocks leave by the time it is done, fewer if runs have holes; 0 if none can."""
 
     def __init__(
         self, block_store: BlockStore, hash_spaces: Sequence[HashSpaceArrays], num_wanted: int,
@@ -101,34 +118,39 @@ class Eviction(Sweep):
     ) -> None:  # fmt: skip
         super().__init__(block_store)
         self._hash_spaces, self._gone = hash_spaces, HashTable(ArrayVersion(is_tight=True))
-        cut = _choose(block_store, num_wanted)
-        self.num_blocks = int(cut.num_blocks.sum())
+        self._cut, self._lost = _choose(block_store, num_wanted), lost
+        self.num_blocks = min(int(self._cut.num_depths.sum()), len(block_store))
         self.is_done = not self.num_blocks
         if self.num_blocks:
             self._gone.reserve(self.num_blocks)
             self._remembered = evicted.reserve(self.num_blocks, len(block_store))
-            self._cut(cut, lost)
-
-    def _cut(self, cut: _Cut, lost: EvictionStats) -> None:
-        held = self.block_store
-        sets = held.runs.column(runs.SET)[cut.runs].astype(np.int64)
-        lost.num_blocks += self.num_blocks
-        lost.num_memberships += int((cut.num_blocks * held.sets.num_members[sets]).sum())
-        held.sets.num_held[:] -= held.sets.sum_by_holder(sets, cut.num_blocks)
-        kernels.cut_runs(cut.runs, cut.ends, held.bundle)
+            kernels.cut_runs(self._cut.runs, self._cut.ends, block_store.bundle)
 
     def _run(self) -> Iterator[bool]:
         held, gone = self.block_store, self._gone.slots
         words, table = held.runs.words, held.table.slots
+        num_gone: I64 = np.zeros(held.runs.capacity, dtype=np.int64)
+        ends: I64 = np.zeros(held.runs.capacity, dtype=np.int64)
         yield from self._pass(
             held.table.capacity,
-            lambda first, last: kernels.evict_blocks(first, last, words, table, gone),
+            lambda first, last: kernels.evict_blocks(
+                first, last, words, table, gone, num_gone, ends
+            ),
         )
-        sweeping.free_dead_runs(words)
+        self._settle(num_gone[self._cut.runs])
+        kernels.trim_runs(ends, held.bundle)
         for slots, _ in self._hash_spaces:
             yield from self._evict_engine_hashes(slots)
         yield from self._sweep_copies()
         yield True
+
+    def _settle(self, num_gone: I64) -> None:
+        """Count what each run that was cut has lost."""
+        held, cut = self.block_store, self._cut
+        self._lost.num_blocks += int(num_gone.sum())
+        self._lost.num_memberships += int((num_gone * held.sets.num_members[cut.sets]).sum())
+        held.sets.num_held[:] -= held.sets.sum_by_holder(cut.sets, num_gone)
+        kernels.settle_runs(cut.runs, cut.sets, cut.num_depths, num_gone, held.bundle)
 
     def _evict_engine_hashes(self, slots: U64) -> Iterator[bool]:
         gone, remembered = self._gone.slots, self._remembered
@@ -139,40 +161,64 @@ class Eviction(Sweep):
 
 
 def _choose(held: BlockStore, num_wanted: int) -> _Cut:
-    """Whole tails of the runs that were not used for the longest time, and a part of one more."""
+    """All that can go of the units that were not used for the longest time, and a part of one."""
     starts, ends = _depths(held, runs.START), _depths(held, runs.END)
-    num_blocks, age = held.runs.num_blocks, held.runs.age
-    deepest, is_orphan = _children(held, starts, ends)
-    age[is_orphan] = _OLDEST
-    is_whole = num_blocks == ends + 1 - starts
-    # What is missing between start and end is not known: such a run goes at once or not at all.
-    in_pieces = np.where(deepest < starts, num_blocks, 0)
-    can_go = np.where(held.runs.is_live, np.where(is_whole, ends - deepest, in_pieces), 0)
-    able = np.flatnonzero(can_go > 0)
-    order = able[np.argsort(-age[able], kind="stable")]
-    total = np.cumsum(can_go[order])
-    chosen = order[: int(np.searchsorted(total, num_wanted)) + 1]
-    num_cut = can_go[chosen]
-    if len(chosen) and is_whole[chosen[-1]]:
-        num_cut[-1] -= max(0, int(num_cut.sum()) - num_wanted)
-    new_ends = np.where(is_whole[chosen], ends[chosen] - num_cut, starts[chosen] - 1)
-    return _Cut(chosen, new_ends, num_cut)
+    units = _units(held, starts, ends)
+    able = np.flatnonzero(units.num_depths > 0)
+    order = able[np.argsort(-units.age[able], kind="stable")]
+    total = np.cumsum(units.num_depths[order])
+    num_chosen = int(np.searchsorted(total, num_wanted)) + 1
+    is_chosen: Mask = np.zeros(len(starts), dtype=np.bool_)
+    is_chosen[order[:num_chosen]] = True
+    if 0 < num_chosen <= len(order):
+        num_rest = num_wanted - int(total[num_chosen - 1] - units.num_depths[order[num_chosen - 1]])
+        _keep_heads(units, order[num_chosen - 1], ends, num_rest)
+    chosen = np.flatnonzero(is_chosen[units.of_run] & (ends > units.floors))
+    new_ends = units.floors[chosen]
+    return _Cut(chosen, held.runs.sets[chosen], new_ends, ends[chosen] - new_ends)
+
+
+def _units(held: BlockStore, starts: I64, ends: I64) -> _Units:
+    live, above, parents = held.runs.is_live, held.runs.above, held.runs.parents
+    of_run, families = np.arange(len(live)), held.runs.families
+    of_families = np.flatnonzero(live & (families != 0))
+    if len(of_families):
+        _, firsts, numbers = np.unique(
+            families[of_families], return_index=True, return_inverse=True
+        )
+        of_run[of_families] = of_families[firsts[numbers]]
+    places = held.table.find(parents)
+    before = np.where(above != 0, above, places & _LOW).astype(np.int64)
+    depths = np.where(above != 0, ends[above], (places >> _SHIFT).astype(np.int64))
+    follows = live & (before != 0) & (of_run[before] != of_run)
+    deepest: I64 = np.full(len(live), -1)
+    np.maximum.at(deepest, of_run[before[follows]], depths[follows])
+    floors = np.where(live, np.maximum(deepest[of_run], starts - 1), ends)
+    num_depths = np.maximum(ends - floors, 0)
+    age, is_reached = held.runs.age, follows | (starts == 0)
+    others = of_families[of_run[of_families] != of_families]
+    units = of_run[others]
+    np.add.at(num_depths, units, num_depths[others])
+    np.minimum.at(age, units, age[others])
+    np.logical_or.at(is_reached, units, is_reached[others])
+    num_depths[others] = 0
+    age[~is_reached] = _OLDEST
+    return _Units(of_run, floors, age, num_depths)
+
+
+def _keep_heads(units: _Units, unit: int, ends: I64, num_wanted: int) -> None:
+    """Raise the floors of a unit as far as it then still gives up so many depths."""
+    members = np.flatnonzero((units.of_run == unit) & (ends > units.floors))
+    floors, last = units.floors[members], ends[members]
+    low, high = int(floors.min()), int(last.max())
+    while high - low > 1:
+        middle = (low + high) // 2
+        if np.maximum(last - np.maximum(floors, middle), 0).sum() >= num_wanted:
+            low = middle
+        else:
+            high = middle
+    units.floors[members] = np.minimum(np.maximum(floors, low), last)
 
 
 def _depths(held: BlockStore, word: np.uint64) -> I64:
     return held.runs.column(word).astype(np.int64)
-
-
-def _children(held: BlockStore, starts: I64, ends: I64) -> tuple[I64, Mask]:
-    """The deepest block of each run that another run follows (before its start: none), and which
-    runs follow nobody knows what.
-    """
-    live, above, parents = held.runs.is_live, held.runs.above, held.runs.parents
-    deepest = starts - 1
-    places = held.table.find(parents)
-    is_known = live & (places != 0) & (parents != 0)
-    of_parents, depths = places & _LOW, (places >> _SHIFT).astype(np.int64)
-    np.maximum.at(deepest, of_parents[is_known], depths[is_known])
-    is_linked = live & (above != 0)
-    np.maximum.at(deepest, above[is_linked], ends[above[is_linked]])
-    return deepest, live & (starts > 0) & ~is_known & ~is_linked

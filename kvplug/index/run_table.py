@@ -70,6 +70,16 @@ class RunTable:
         return np.array_equal(following, np.append(free[1:], self.capacity))
 
     @property
+    def sets(self) -> I64:
+        """int64[capacity], the set of each, 0 if nobody has it."""
+        return np.asarray(self.column(kernels.SET) & _LOW).astype(np.int64)
+
+    @property
+    def families(self) -> U64:
+        """uint64[capacity], the family of each, 0 for none."""
+        return np.asarray(self.column(kernels.SET) >> _SHIFT)
+
+    @property
     def above(self) -> U64:
         """uint64[capacity], the run above each, 0 if it is not known."""
         return np.asarray(self.column(kernels.LINKS) & _LOW)

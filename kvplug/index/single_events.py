@@ -178,6 +178,7 @@ class SingleEvents:
         arrays = self._hash_spaces.arrays_of(hash_space)
         concerns_annotation = self._annotations.concern(event)
         if not concerns_annotation and self._is_report(number, event, span, holder):
+            self._speculative.confirm(number, span.hashes)
             applied.num_stored += num_blocks
         elif self._block_store.store(holder, span, arrays) is not None:
             self._speculative.confirm(number, span.hashes)

@@ -38,7 +38,7 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 LAYOUT = 5
 """Of the settings and arrays of an index; in layout 1 annotations were part of the index, layout 2
-forgot `bigrams`, layout 3 had no KV cache groups."""
+forgot `bigrams`, layout 3 had no KV cache groups, layout 4 no families of runs."""
 
 
 class _Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,7 +242,7 @@ def _require_sets(arrays: Arrays) -> None:
     _require((arrays["intern"] < num_sets).all(), "a set is interned that is none")
     _require(np.count_nonzero(arrays["intern"] == 0) > 0, "no slot for sets is empty")
     _require(0 < header[holders.FIRST_FREE] <= num_sets, "the free sets are no list")
-    sets = arrays["runs"].reshape(-1, runs.WIDTH)[1:, int(runs.SET)]
+    sets = arrays["runs"].reshape(-1, runs.WIDTH)[1:, int(runs.SET)] & _LOW
     _require((sets < num_sets).all(), "a run has a set that is none")
     is_free = meta[::2] == 0
     _require((meta[1::2][is_free] <= num_sets).all(), "the free sets are no list")

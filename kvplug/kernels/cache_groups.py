@@ -115,7 +115,7 @@ def _look_through(
         end, set_ = at + 1, np.int64(0)
         if run != runs.NO_RUN:
             end = np.int64(last_of_run(path, hashes, at, run) + 1)
-            set_ = np.int64(runs.get(path.runs, run, runs.SET))
+            set_ = runs.set_of(path.runs, run)
             runs.mark_used_at(path.runs, run, time)
         first = np.int64(0)
         while first < len(groups):

@@ -67,7 +67,7 @@ def count_engine_hashes(
             continue
         slot = find_slot(table, hash_, capacity)
         place = table[_2 * slot + _1]
-        set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+        set_id = runs.set_of(run_words, runs.run_of(place))
         if place != _0 and holders.has_any(bits, words, set_id, members):
             num_paired += _see(seen, np.int64(slot))
     return num_paired
@@ -80,7 +80,7 @@ def count_held(table: U64, run_words: U64, bits: U64, words: int, members: U64) 
     for at in range(len(table) // 2 - 1):
         place = table[2 * at + 1]
         if place != _0:
-            set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+            set_id = runs.set_of(run_words, runs.run_of(place))
             num_held += holders.has_any(bits, words, set_id, members)
     return num_held
 
@@ -93,6 +93,6 @@ def count_copied(copies: U64, table: U64, run_words: U64, bits: U64, words: int)
         holder = np.int64(copies[2 * at + 1] >> _32)
         place = value_of(table, copies[2 * at] ^ holders.mark_of(holder))
         if copies[2 * at + 1] != _0 and place != _0:
-            set_id = np.int64(runs.get(run_words, runs.run_of(place), runs.SET))
+            set_id = runs.set_of(run_words, runs.run_of(place))
             num_copied += holders.contains(bits, words, set_id, holder)
     return num_copied

@@ -1,7 +1,8 @@
 """Tails out of a full index, and a filter that remembers their engine hashes.
 
 In:  runs and where they end from now on; then the tables, a span at a time.
-Out: the tables without the blocks behind those ends; a filter with their engine hashes.
+Out: the tables without the blocks behind those ends; how many each run had there; a filter with
+their engine hashes.
 
 The filter has two bits for each engine hash among `uint64[words]`, found by two halves of a mixed
 hash (Bloom 1970): it forgets no hash before it is emptied, and when it is full takes one of some
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from kvplug.kernels import holders, runs
 from kvplug.kernels._jit import b1, i8, inlined, kernel, reads, u8, void, writes
-from kvplug.kernels.residency import blocks_of, set_of
+from kvplug.kernels.residency import blocks_of
 from kvplug.kernels.table import (
     capacity_of,
     erase_slot,
@@ -73,38 +74,80 @@ def is_remembered(words: U64, engine_hash: np.uint64) -> bool:
 
 @kernel(void(reads(i8), reads(i8), reads(u8)))
 def cut_runs(chosen: I64, ends: I64, bundle: U64) -> None:
-    """Run chosen[i] ends with depth ends[i]; one that has nothing left belongs to nobody."""
+    """Run chosen[i] ends with depth ends[i]; one that has nothing left belongs to nobody.
+
+    What it has behind that end is still counted, until `settle_runs`.
+    """
     blocks = blocks_of(bundle)
     for i in range(len(chosen)):
         run = np.uint64(chosen[i])
         if ends[i] < np.int64(runs.get(blocks.runs, run, runs.START)):
-            set_id = set_of(blocks, run)
             runs.put(blocks.runs, run, runs.SET, _0)
-            holders.release(blocks.bits, blocks.meta, blocks.intern, blocks.header, set_id)
         else:
             runs.put(blocks.runs, run, runs.END, np.uint64(ends[i]))
             runs.put(blocks.runs, run, runs.TAIL, _0)
 
 
-@kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)
-def evict_blocks(first: Index, last: Index, run_words: U64, table: U64, gone: U64) -> Index:
+@kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8), writes(i8), writes(i8)), releases_gil=True)
+def evict_blocks(
+    first: Index, last: Index, run_words: U64, table: U64, gone: U64, out_num_gone: I64,
+    out_ends: I64,
+) -> Index:  # fmt: skip
     """Erase the blocks in slots first..last that their runs do not reach; returns how many.
 
-    Their hashes go to the table `gone`, which has room for all.
+    Their hashes go to the table `gone`, which has room for all; out_num_gone[run] counts them.
+    out_ends[run] is raised to the depth of the last block that stays, for runs with holes.
     """
     at, num_erased, capacity = np.uint64(first), 0, capacity_of(table)
     while at < np.uint64(last):
         hash_, place = table[_2 * at], table[_2 * at + _1]
         if place == _0 or runs.claims(run_words, place):
+            run, depth = runs.run_of(place), np.int64(runs.depth_of(place))
+            if place != _0 and runs.num_holes(run_words, run) != _0 and out_ends[run] < depth:
+                out_ends[run] = depth
             at += _1
             continue
         erase_slot(table, at, capacity)
         num_erased += 1
+        out_num_gone[runs.run_of(place)] += 1
         if has_room(gone, 1):
             slot = find_slot(gone, hash_, capacity_of(gone))
             if gone[_2 * slot + _1] == _0:
                 fill_slot(gone, slot, hash_, _1)
     return num_erased
+
+
+@kernel(void(reads(i8), reads(i8), reads(i8), reads(i8), reads(u8)))
+def settle_runs(chosen: I64, sets: I64, depths: I64, num_gone: I64, bundle: U64) -> None:
+    """Run chosen[i], of set sets[i], was cut by so many depths and had so many blocks there: the
+    others were holes. One that has nothing left is released from its set, and free.
+    """
+    blocks = blocks_of(bundle)
+    for i in range(len(chosen)):
+        run = np.uint64(chosen[i])
+        if runs.get(blocks.runs, run, runs.SET) != _0:
+            num_holes = np.uint64(depths[i] - num_gone[i])
+            used = runs.get(blocks.runs, run, runs.USED) - num_holes
+            runs.put(blocks.runs, run, runs.USED, used)
+        if runs.num_blocks(blocks.runs, run) == _0:
+            runs.put(blocks.runs, run, runs.SET, _0)
+        if runs.get(blocks.runs, run, runs.SET) == _0:
+            runs.free(blocks.runs, run)
+            holders.release(blocks.bits, blocks.meta, blocks.intern, blocks.header, sets[i])
+
+
+@kernel(void(reads(i8), reads(u8)))
+def trim_runs(ends: I64, bundle: U64) -> None:
+    """Run i, if it has holes, ends with depth ends[i], where it has a block."""
+    words = blocks_of(bundle).runs
+    for i in range(1, len(ends)):
+        run, end = np.uint64(i), np.uint64(ends[i])
+        if runs.num_holes(words, run) != _0 and end < runs.get(words, run, runs.END):
+            num_holes = runs.get(words, run, runs.END) - end
+            runs.put(words, run, runs.USED, runs.get(words, run, runs.USED) - num_holes)
+            runs.cut_below(words, run, _0)
+            runs.put(words, run, runs.END, end)
+            runs.put(words, run, runs.TAIL, _0)
 
 
 @kernel(i8(i8, i8, reads(u8), writes(u8), writes(u8)), releases_gil=True)

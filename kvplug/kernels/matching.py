@@ -70,8 +70,7 @@ def _cross(
     """From a run to another; returns how many ranks left, as -n. Which holder is the only one that
     comes or goes between a run and the run below is remembered there.
     """
-    before = np.int64(runs.get(path.runs, above, runs.SET))
-    now = np.int64(runs.get(path.runs, run, runs.SET))
+    before, now = runs.set_of(path.runs, above), runs.set_of(path.runs, run)
     known = runs.only_change(path.runs, run) if is_next else np.int64(-1)
     if known >= 0 and prefix_lengths.is_all(known, holders, ranks):
         return prefix_lengths.leave_with(known, at, holders, ranks)
@@ -95,7 +94,7 @@ def fill_overlap(hashes: U64, path: Path, holders: Holders, scratch: I64, out: O
         if run == runs.NO_RUN:
             break
         if at == 0:
-            now = np.int64(runs.get(path.runs, run, runs.SET))
+            now = runs.set_of(path.runs, run)
             num_alive = prefix_lengths.enter(now, holders, ranks, out)
         else:
             num_alive += _cross(above, run, end >= 0, at, path, holders, ranks, out)

@@ -20,6 +20,7 @@ from kvplug.kernels.residency import (
     SpaceArrays,
     copy_key,
     follows,
+    hang,
     has_engine_hash,
     is_held_by,
     new_run,
@@ -59,27 +60,31 @@ def _take_copy(copies: U64, key: np.uint64) -> bool:
 
 
 @inlined
-def _run_below(blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64) -> np.uint64:
-    """The run that starts right behind the block, if it has this set; else 0."""
+def _run_below(
+    blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64, family: np.uint64
+) -> np.uint64:
+    """The run that starts right behind the block, if it has this set and can be of this family;
+    else 0.
+    """
     if runs.get(blocks.runs, run, runs.END) != depth:
         return runs.NO_RUN
     other = runs.below(blocks.runs, run)
     is_next = other != runs.NO_RUN and runs.get(blocks.runs, other, runs.START) == depth + _1
-    return other if is_next and set_of(blocks, other) == set_id else runs.NO_RUN
+    fits = is_next and set_of(blocks, other) == set_id
+    return other if fits and runs.takes_family(blocks.runs, other, family) else runs.NO_RUN
 
 
 @inlined
 def _run_without(
-    blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64, hash_: np.uint64
-) -> np.uint64:
+    blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64, hash_: np.uint64,
+    family: np.uint64,
+) -> np.uint64:  # fmt: skip
     """A new run for a block that leaves `run`, hung where the block hung."""
     seed = runs.get(blocks.runs, run, runs.SEED)
     created = new_run(blocks, set_id, depth, seed, _0)
     runs.append(blocks.runs, created, hash_, _0)
-    if depth == runs.get(blocks.runs, run, runs.START):
-        runs.inherit_parent(blocks.runs, run, created)
-    elif depth == runs.get(blocks.runs, run, runs.END):
-        runs.link(blocks.runs, run, created, hash_)
+    runs.join_family(blocks.runs, created, family)
+    hang(blocks, run, created, depth, hash_)
     return created
 
 
@@ -145,14 +150,16 @@ def _leave_run(
         take_out(blocks, run, depth, hash_)
         erase_slot(blocks.table, slot, capacity_of(blocks.table))
         return Left(runs.NO_RUN, run, before, wanted, _next_end(blocks, run, depth))
-    other = _run_below(blocks, run, wanted, depth)
+    family = runs.family_to_leave(blocks.runs, run, depth, hash_)
+    other = _run_below(blocks, run, wanted, depth, family)
     if other != runs.NO_RUN:
         runs.prepend(blocks.runs, other)
-    elif last.source == run and follows(blocks, last.run, wanted, depth):
+        runs.join_family(blocks.runs, other, family)
+    elif last.source == run and follows(blocks, last.run, wanted, depth, family):
         other = last.run
         runs.append(blocks.runs, other, hash_, _0)
     else:
-        other = _run_without(blocks, run, wanted, depth, hash_)
+        other = _run_without(blocks, run, wanted, depth, hash_, family)
     blocks.table[_2 * slot + _1] = runs.place(other, depth)
     take_out(blocks, run, depth, hash_)
     return Left(other, run, before, wanted, _0)

@@ -70,7 +70,7 @@ def copy_key(hash_: np.uint64, holder: Index) -> np.uint64:
 @inlined
 def set_of(blocks: Blocks, run: np.uint64) -> np.int64:
     """The set of a run."""
-    return np.int64(runs.get(blocks.runs, run, runs.SET))
+    return runs.set_of(blocks.runs, run)
 
 
 @inlined
@@ -99,6 +99,19 @@ def new_run(
 
 
 @inlined
+def hang(
+    blocks: Blocks, run: np.uint64, created: np.uint64, depth: np.uint64, hash_: np.uint64
+) -> None:
+    """A new run for a block that is about to leave `run` hangs where the block hung, if that is
+    known.
+    """
+    if depth == runs.get(blocks.runs, run, runs.START):
+        runs.inherit_parent(blocks.runs, run, created)
+    elif depth == runs.get(blocks.runs, run, runs.END):
+        runs.link(blocks.runs, run, created, hash_)
+
+
+@inlined
 def take_out(blocks: Blocks, run: np.uint64, depth: np.uint64, hash_: np.uint64) -> None:
     """The block leaves its run; an empty run is freed."""
     runs.take_out(blocks.runs, run, depth, hash_)
@@ -109,11 +122,17 @@ def take_out(blocks: Blocks, run: np.uint64, depth: np.uint64, hash_: np.uint64)
 
 
 @inlined
-def follows(blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64) -> bool:
-    """Whether the run ends right before the depth, with this set."""
+def follows(
+    blocks: Blocks, run: np.uint64, set_id: Index, depth: np.uint64, family: np.uint64
+) -> bool:
+    """Whether the run ends right before the depth, with this set; and then is of the family."""
     if run == runs.NO_RUN or set_of(blocks, run) != set_id:
         return False
-    return bool(runs.get(blocks.runs, run, runs.END) + _1 == depth)
+    is_next = runs.get(blocks.runs, run, runs.END) + _1 == depth
+    if not is_next or not runs.takes_family(blocks.runs, run, family):
+        return False
+    runs.join_family(blocks.runs, run, family)
+    return True
 
 
 @inlined

@@ -6,7 +6,8 @@ A block has a run and a depth: its number in its sequence, 0 for the first. A ru
 block at each depth from START to END, all on one path: whoever finds its last block in a request
 has matched all of it, without looking at the blocks between. Words of a run:
 
-    SET      number of its set of holders (kernels/holders.py); 0: nobody has it any more
+    SET      low half: number of its set of holders (kernels/holders.py); the word is 0 if nobody
+             has it any more; high half: its family, 0 for none
     START    depth of its first block           END    depth of its last one
     USED     low half: how many blocks between are missing ("holes"); high half: when it was used
     SEED     of the namespace of its blocks
@@ -15,6 +16,11 @@ has matched all of it, without looking at the blocks between. Words of a run:
              a run above: 1 + the only holder that comes or goes between the two, 0 if not known
     LINKS    low half: the run above, whose last block comes right before START; high half: the run
              below, whose run above is this one; 0: not known
+
+Runs of one family were one once: where a block leaves the middle of a run, nobody knows by hash
+what came before and behind it. All that is known is that it is within the family, which has a
+number that is taken from the hash of that block. So of a block and the one before it, which was
+there as it came: both are in one run or one family, or the first is what PARENT or LINKS say.
 
 Of a free run, START has the next free one. Run 0 is none; its words START and END have the first
 free run and the number of live ones, USED has the time, which is never 0. Reference:
@@ -47,6 +53,44 @@ def get(runs: U64, run: np.uint64, word: np.uint64) -> np.uint64:
 def put(runs: U64, run: np.uint64, word: np.uint64, value: np.uint64) -> None:
     """Change a word of a run."""
     runs[_8 * run + word] = value
+
+
+@inlined
+def set_of(runs: U64, run: np.uint64) -> np.int64:
+    """The number of its set."""
+    return np.int64(get(runs, run, SET) & _LOW)
+
+
+@inlined
+def family(runs: U64, run: np.uint64) -> np.uint64:
+    """The number of its family, 0 for none."""
+    return get(runs, run, SET) >> _32
+
+
+@inlined
+def join_family(runs: U64, run: np.uint64, number: np.uint64) -> None:
+    """The run, which had no other one, is of this family (0: stays as it is)."""
+    put(runs, run, SET, get(runs, run, SET) | (number << _32))
+
+
+@inlined
+def family_to_leave(runs: U64, run: np.uint64, depth: np.uint64, hash_: np.uint64) -> np.uint64:
+    """The family of a block that is about to leave the run for another one."""
+    if run == NO_RUN:
+        return _0
+    is_inside = get(runs, run, START) < depth and depth < get(runs, run, END)
+    if is_inside and family(runs, run) == _0:
+        number = hash_ & _LOW
+        join_family(runs, run, number if number != _0 else _1)
+    return family(runs, run)
+
+
+@inlined
+def takes_family(runs: U64, run: np.uint64, number: np.uint64) -> bool:
+    """Whether blocks of this family can come to the run."""
+    own = family(runs, run)
+    is_free = number == _0 or own == _0
+    return bool(is_free or own == number)
 
 
 @inlined
@@ -180,7 +224,8 @@ def remember_change(runs: U64, run: np.uint64, holder: Index) -> None:
 @inlined
 def change_set(runs: U64, run: np.uint64, set_id: Index) -> None:
     """All blocks of the run are held by another set from now on."""
-    put(runs, run, SET, np.uint64(set_id))
+    kept = _0 if set_id == 0 else get(runs, run, SET) & ~_LOW
+    put(runs, run, SET, np.uint64(set_id) | kept)
     if above(runs, run) != NO_RUN:
         put(runs, run, PARENT, _0)
     if below(runs, run) != NO_RUN:

@@ -19,6 +19,7 @@ from kvplug.kernels.residency import (
     SpaceArrays,
     copy_key,
     follows,
+    hang,
     has_engine_hash,
     is_held_by,
     new_run,
@@ -128,16 +129,18 @@ def claim(
 @inlined
 def _run_with(
     blocks: Blocks, holder: Index, source: np.uint64, last: np.uint64,
-    depth: np.uint64, seed: np.uint64, before: np.uint64,
+    depth: np.uint64, hash_: np.uint64, seed: np.uint64, before: np.uint64,
 ) -> np.uint64:  # fmt: skip
     """The run for a block that leaves `source` (0: a new block) as the holder gets it, too."""
-    set_id = _0 if source == runs.NO_RUN else runs.get(blocks.runs, source, runs.SET)
-    wanted = holders.toggled(
-        blocks.bits, blocks.meta, blocks.intern, blocks.header, np.int64(set_id), holder
-    )
-    if follows(blocks, last, wanted, depth):
+    set_id = np.int64(0) if source == runs.NO_RUN else set_of(blocks, source)
+    wanted = holders.toggled(blocks.bits, blocks.meta, blocks.intern, blocks.header, set_id, holder)
+    family = runs.family_to_leave(blocks.runs, source, depth, hash_)
+    if follows(blocks, last, wanted, depth, family):
         return last
     created = new_run(blocks, wanted, depth, seed, before)
+    runs.join_family(blocks.runs, created, family)
+    if before == _0 and source != runs.NO_RUN:
+        hang(blocks, source, created, depth, hash_)
     is_next = last != runs.NO_RUN and runs.get(blocks.runs, last, runs.END) + _1 == depth
     if is_next and runs.below(blocks.runs, last) == runs.NO_RUN:
         runs.link(blocks.runs, last, created, before)
@@ -185,7 +188,7 @@ def hold(
         else:
             # A span of one run stays together: no set to look for after its first block.
             if source != last_source:
-                last = _run_with(blocks, holder, source, last, depth, seed, before)
+                last = _run_with(blocks, holder, source, last, depth, hashes[i], seed, before)
             runs.append(blocks.runs, last, hashes[i], before)
             if source != runs.NO_RUN:
                 take_out(blocks, source, depth, hashes[i])

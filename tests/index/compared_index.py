@@ -10,25 +10,41 @@ from hypothesis.stateful import RuleBasedStateMachine
 from msgspec import structs
 
 from kvplug import codec
-from kvplug.events import AllBlocksCleared, BlockRemoved, CxlStateTransition, EventBatch
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockCopied,
+    BlockRemoved,
+    CxlStateTransition,
+    EventBatch,
+    Tier,
+)
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.bounds import Bounds
 from kvplug.index.cxl import CxlBlocks
 from kvplug.index.moe_labels import MoeLabels
 from kvplug.records import read_payloads
 from tests.index.four_blocks import check_all_leave
 from tests.index.reference import ReferenceIndex, engine_hash
+from tests.index.watched_evictions import WatchedEvictions
 
+FOR_WANT_OF_ROOM = {RejectReason.INDEX_FULL, RejectReason.PARENT_EVICTED}
 known_engine_hash = lru_cache(maxsize=10_000)(engine_hash)
 
 
 class ComparedIndexMachine(RuleBasedStateMachine):
-    """Call `begin` first; the rules are those of the machines that are made of it."""
+    """Call `begin` first; the rules are those of the machines that are made of it.
 
-    def begin(self, block_size, ranks, algorithms=MappingProxyType({})):
+    They have `hash_of`, the sequence hash of a content, and `parent_of`, the content before it.
+    """
+
+    def begin(self, block_size, ranks, algorithms=MappingProxyType({}), max_blocks=None):
         """`algorithms`: of ranks that name blocks otherwise, as another engine kind would."""
-        self.index, self.reference = BlockIndex(block_size), ReferenceIndex()
+        self.index = BlockIndex(block_size, bounds=Bounds(max_blocks=max_blocks))
+        self.reference, self.max_blocks = ReferenceIndex(), max_blocks
+        self.evictions = WatchedEvictions(self.index, self.parent_of, self.reference.evict)
         self.ranks, self.present, self.algorithms = ranks, set(ranks), algorithms
+        self.offloading = set()  # ranks that have named copies in lower tiers
         for rank in ranks:
             self.index.add_rank(rank)
 
@@ -47,6 +63,12 @@ class ComparedIndexMachine(RuleBasedStateMachine):
         if rank not in self.present:
             assert applied.rejected == {RejectReason.UNKNOWN_RANK.value: 1}
             return
+        if applied.rejected.keys() & FOR_WANT_OF_ROOM:
+            assert self.max_blocks is not None
+            assert sum(applied.rejected.values()) == len(contents)
+            return
+        self.evictions.contents.update({self.hash_of(content): content for content in contents})
+        self.reference.confirm(rank, contents)
         num_stored, num_rejected = len(contents), 0
         if cxl is None:
             from_start = event.parent is None and label is None
@@ -57,6 +79,28 @@ class ComparedIndexMachine(RuleBasedStateMachine):
             self.reference.label(rank, contents, label)
         assert applied.num_stored == num_stored
         assert applied.rejected[RejectReason.UNKNOWN_POOL.value] == num_rejected
+
+    def copy_in_both(self, rank, tier, contents, known):
+        names = self.names_of(rank, contents)
+        applied = self.apply(rank, BlockCopied(block_hashes=names, tier=tier))
+        if rank not in self.present:
+            return
+        copied = [content for content in contents if content in known]
+        if copied and tier is not Tier.DEVICE:
+            self.offloading.add(rank)
+        if applied.rejected[RejectReason.CHUNKED_OFFLOAD]:
+            if self.reference.held(rank, tier):
+                self.reference.clear(rank, tier)
+            return
+        self.reference.copy(rank, tier, copied)
+        assert applied.num_stored == len(copied)
+        assert applied.rejected[RejectReason.NO_TOKENS] == len(contents) - len(copied)
+
+    def expect_in_both(self, rank, contents):
+        if rank in self.present:
+            hashes = np.array([self.hash_of(content) for content in contents], dtype=np.uint64)
+            self.index.speculative.insert(self.index.numbers.number_of(rank), hashes, 0.0)
+            self.reference.expect(rank, contents)
 
     def move_in_both(self, rank, contents, said, known):
         event = CxlStateTransition(
@@ -70,6 +114,7 @@ class ComparedIndexMachine(RuleBasedStateMachine):
             num_moved, num_unknown, num_in_no_pool = self.reference.move(
                 rank, contents, said, known
             )
+            self.reference.confirm(rank, [content for content in contents if content in known])
             assert applied.num_moved == num_moved
             assert applied.rejected[RejectReason.UNKNOWN_BLOCK.value] == num_unknown
             assert applied.rejected[RejectReason.UNKNOWN_POOL.value] == num_in_no_pool
@@ -84,7 +129,25 @@ class ComparedIndexMachine(RuleBasedStateMachine):
 
     def clear_in_both(self, rank, tier):
         self.apply(rank, AllBlocksCleared(tier=tier))
-        self.reference.clear(rank, tier)
+        if rank in self.present:
+            is_of_device = tier is None and rank in self.offloading
+            self.reference.clear(rank, Tier.DEVICE if is_of_device else tier)
+
+    def leave_both(self, worker):
+        self.index.remove_worker(worker)
+        for rank in [rank for rank in self.present if rank.worker == worker]:
+            self.present.discard(rank)
+            self.offloading.discard(rank)
+            self.reference.leave(rank)
+
+    def return_to_both(self, rank):
+        self.index.add_rank(rank)
+        self.present.add(rank)
+
+    def check_size(self):
+        held = self.held_by_any()
+        self.evictions.note(held)
+        assert len(self.index) == len(held) <= (self.max_blocks or len(held))
 
     def hits(self, hashes, overlap, labels):
         """By label, how many of the leading blocks of each rank carry it."""
@@ -97,8 +160,9 @@ class ComparedIndexMachine(RuleBasedStateMachine):
             number = self.index.numbers.number_of(rank)
             depths, credit = self.reference.overlap(rank, contents, self.present)
             assert overlap.prefix_lengths[:, number].tolist() == depths
-            assert overlap.depth[number] == overlap.held[number]
-            np.testing.assert_allclose(overlap.credit[number], credit)
+            num_expected = self.reference.num_expected(rank, contents[depths[3] :])
+            assert overlap.depth[number] == overlap.held[number] + num_expected
+            np.testing.assert_allclose(overlap.credit[number], credit + num_expected)
             for label, counted in hits.items():
                 expected = self.reference.moe_hits(rank, contents, label, self.present)
                 assert counted[number] == expected

@@ -39,11 +39,11 @@ class ReferenceIndex:
     """A content is (namespace, all tokens of the prefix); copies[rank, tier][content] = count.
 
     cxl[rank][content] = CxlMetadata; labels[rank][content] = MoeLabel. A rank has a copy in a pool
-    if and only if the state says so.
+    if and only if the state says so. expected[rank]: blocks that it was sent.
     """
 
     def __init__(self):
-        self.copies, self.cxl, self.labels = {}, {}, {}
+        self.copies, self.cxl, self.labels, self.expected = {}, {}, {}, {}
         self.reporting = set()  # ranks that have told something again
 
     def of(self, rank, tier):
@@ -151,11 +151,39 @@ class ReferenceIndex:
         self._drop_labels(rank)
         return num_removed
 
+    def copy(self, rank, tier, contents):
+        self.of(rank, tier).update(contents)
+
+    def evict(self, contents):
+        """They leave the index, whoever has them. A state stays if it is no copy in a pool."""
+        for copies in self.copies.values():
+            for content in contents:
+                copies.pop(content, None)
+        for rank, states in self.cxl.items():
+            for content in contents & states.keys():
+                if self._is_pooled(rank, content):
+                    del states[content]
+        for rank in self.labels:
+            self._drop_labels(rank)
+
+    def expect(self, rank, contents):
+        """The rank was sent a prompt with these blocks."""
+        self.expected.setdefault(rank, set()).update(contents)
+
+    def confirm(self, rank, contents):
+        """An event has named these blocks."""
+        self.expected.setdefault(rank, set()).difference_update(contents)
+
+    def num_expected(self, rank, contents):
+        """How many of the leading blocks are expected."""
+        return depth_of(content in self.expected.get(rank, ()) for content in contents)
+
     def leave(self, rank):
         self.clear(rank)
         self.reporting.discard(rank)
 
     def clear(self, rank, tier=None):
+        self.expected.pop(rank, None)
         for t in Tier if tier is None else [tier]:
             self.copies.pop((rank, t), None)
         if tier is None:

@@ -39,9 +39,18 @@ block_lists = st.lists(st.sampled_from([(1, 1), (1, 2), (2, 1)]), min_size=1, ma
 
 
 class IndexMachine(ComparedIndexMachine):
-    @initialize()
-    def start(self):
-        self.begin(BLOCK_SIZE, RANKS, ALGORITHMS)
+    @initialize(max_blocks=st.sampled_from([None, 6, 12]))
+    def start(self, max_blocks):
+        self.begin(BLOCK_SIZE, RANKS, ALGORITHMS, max_blocks)
+
+    def hash_of(self, content):
+        namespace, tokens = content
+        hashes = self.index.hasher.sequence_hashes(as_tokens(tokens), seed_of(namespace))
+        return int(hashes[-1])
+
+    def parent_of(self, content):
+        namespace, tokens = content
+        return (namespace, tokens[:-BLOCK_SIZE]) if len(tokens) > BLOCK_SIZE else None
 
     @rule(rank=ranks, tier=tiers, blocks=block_lists, namespace=st.sampled_from(NAMESPACES),
           data=st.data())  # fmt: skip
@@ -60,9 +69,20 @@ class IndexMachine(ComparedIndexMachine):
     @rule(rank=ranks, said=places, data=st.data())
     def move(self, rank, said, data):
         """Blocks of the rank, the same block twice, and blocks that only others have."""
-        contents = self.some_held(data)
-        known = {c for r in self.ranks_like(rank) for c in self.reference.held(r)}
-        self.move_in_both(rank, contents, said, known)
+        self.move_in_both(rank, self.some_held(data), said, self.known_to(rank))
+
+    @rule(rank=ranks, tier=tiers, data=st.data())
+    def copy(self, rank, tier, data):
+        self.copy_in_both(rank, tier, self.some_held(data), self.known_to(rank))
+
+    @rule(rank=ranks, blocks=block_lists, namespace=st.sampled_from(NAMESPACES))
+    def expect(self, rank, blocks, namespace):
+        contents = [(namespace, sum(blocks[: i + 1], ())) for i in range(len(blocks))]
+        self.expect_in_both(rank, contents)
+
+    def known_to(self, rank):
+        """What the rank's hash space has engine hashes of."""
+        return {c for r in self.ranks_like(rank) for c in self.reference.held(r)}
 
     def some_held(self, data):
         everything = sorted(self.held_by_any(), key=repr)
@@ -103,15 +123,11 @@ class IndexMachine(ComparedIndexMachine):
 
     @rule(worker=st.sampled_from(["a", "b", "c"]))
     def worker_leaves(self, worker):
-        self.index.remove_worker(worker)
-        for rank in [r for r in RANKS if r.worker == worker]:
-            self.present.discard(rank)
-            self.reference.leave(rank)
+        self.leave_both(worker)
 
     @rule(rank=ranks)
     def worker_returns(self, rank):
-        self.index.add_rank(rank)
-        self.present.add(rank)
+        self.return_to_both(rank)
 
     @rule(rank=ranks, blocks=block_lists)
     def store_with_an_unknown_parent(self, rank, blocks):
@@ -137,7 +153,7 @@ class IndexMachine(ComparedIndexMachine):
     @invariant()
     def equals_the_reference(self):
         self.index.check()
-        assert len(self.index) == len(self.held_by_any())
+        self.check_size()
         for rank in self.present:
             for tier in [*Tier, None]:
                 names = sorted(self.names_of(rank, self.reference.held(rank, tier)))

@@ -2,7 +2,6 @@
 equal to plain counters, and a prefix counts if every group has what it needs.
 """
 
-import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -24,9 +23,13 @@ from kvplug.events import (
 )
 from kvplug.hashing import as_tokens
 from kvplug.index import snapshot
+from kvplug.index.apply_result import RejectReason
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.bounds import Bounds
+from tests.index.compared_index import FOR_WANT_OF_ROOM
 from tests.index.four_blocks import check_all_leave
 from tests.index.reference import engine_hash
+from tests.index.watched_evictions import WatchedEvictions
 
 BLOCK_SIZE = 2
 ALL = 1000
@@ -39,8 +42,6 @@ GROUPS = {
     Rank("windows"): {0: (("sliding_window", 4), 2), 1: (("sliding_window", 2), 1)},
     Rank("plain"): {0: (FULL, ALL)},
 }
-# Copies of which all are the last of so many blocks are ends of chunks, once there are so many.
-MIN_COPIES = 4
 MAIN = {Rank("hybrid"): 1, Rank("hybrid", 1): 0, Rank("plain"): 0}
 ranks = st.sampled_from(list(GROUPS))
 block_lists = st.lists(st.sampled_from([(1, 1), (1, 2)]), min_size=1, max_size=6)
@@ -55,16 +56,31 @@ def names_of(contents):
 
 
 class GroupedIndexMachine(RuleBasedStateMachine):
-    @initialize()
-    def start(self):
-        self.index = BlockIndex(BLOCK_SIZE)
+    @initialize(max_blocks=st.sampled_from([None, 8]))
+    def start(self, max_blocks):
+        self.bounds = Bounds(max_blocks=max_blocks)
+        self.index = BlockIndex(BLOCK_SIZE, bounds=self.bounds)
+        self.watch_evictions()
         self.copies = {(rank, group): Counter() for rank in GROUPS for group in GROUPS[rank]}
         self.in_host = {rank: Counter() for rank in GROUPS}
-        self.offloaded = {rank: [] for rank in GROUPS}  # lengths of prefixes up to each copy
         self.reporting = set()  # ranks that have told something again
+        self.offloading = set()  # ranks that have named copies in host memory
         for rank in GROUPS:
             self.index.add_rank(rank)
             self.learn(rank)
+
+    def watch_evictions(self):
+        contents = self.evictions.contents if hasattr(self, "evictions") else {}
+        self.evictions = WatchedEvictions(self.index, self.parent_of, self.evict)
+        self.evictions.contents = contents
+
+    def parent_of(self, content):
+        return content[:-BLOCK_SIZE] or None
+
+    def evict(self, contents):
+        for counted in [*self.copies.values(), *self.in_host.values()]:
+            for content in contents:
+                counted.pop(content, None)
 
     def learn(self, rank):
         """Every engine stores in all groups at once; the order of the events is that of groups."""
@@ -100,7 +116,14 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             attention=attention,
             sliding_window=window,
         ))  # fmt: skip
+        if applied.rejected.keys() & FOR_WANT_OF_ROOM:
+            assert self.bounds.max_blocks is not None
+            assert sum(applied.rejected.values()) == len(contents) - start
+            return
         assert applied.num_stored == len(contents) - start
+        tokens = as_tokens([token for block in blocks for token in block])
+        hashes = self.index.hasher.sequence_hashes(tokens).tolist()
+        self.evictions.contents.update(zip(hashes, contents, strict=True))
         copies = self.copies[rank, group]
         is_told_again = not start and len(GROUPS[rank]) == 1 and all(copies[c] for c in contents)
         if is_told_again and (len(contents) > 1 or rank in self.reporting):
@@ -137,12 +160,11 @@ class GroupedIndexMachine(RuleBasedStateMachine):
         if rank in MAIN:
             known = [c for c in prefixes(blocks) if c in self.named()]
             names = names_of(prefixes(blocks))
-            copied = BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank])
-            applied = self.apply(rank, copied)
-            lengths = self.offloaded[rank]
-            lengths += [len(content) // BLOCK_SIZE for content in known]
-            if known and math.gcd(*lengths) > 1 and len(lengths) >= MIN_COPIES:
-                assert applied.rejected == {"chunked_offload": len(names)}
+            event = BlockCopied(block_hashes=names, tier=Tier.HOST, group=MAIN[rank])
+            applied = self.apply(rank, event)
+            if known:
+                self.offloading.add(rank)
+            if applied.rejected[RejectReason.CHUNKED_OFFLOAD]:
                 self.in_host[rank].clear()
             else:
                 self.in_host[rank].update(known)
@@ -164,10 +186,12 @@ class GroupedIndexMachine(RuleBasedStateMachine):
     @rule(rank=ranks, tier=st.sampled_from([None, Tier.DEVICE, Tier.HOST]))
     def clear(self, rank, tier):
         self.apply(rank, AllBlocksCleared(tier=tier))
+        if tier is None and rank in self.offloading:
+            tier = Tier.DEVICE
         if tier is not Tier.HOST:
             for group in GROUPS[rank]:
                 self.copies[rank, group].clear()
-        if tier is Tier.HOST or (tier is None and not self.offloaded[rank]):
+        if tier is not Tier.DEVICE:
             self.in_host[rank].clear()
 
     @rule(rank=ranks)
@@ -178,18 +202,18 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             for group in GROUPS[each]:
                 self.copies[each, group].clear()
             self.in_host[each].clear()
-            self.offloaded[each].clear()
             self.reporting.discard(each)
+            self.offloading.discard(each)
             self.learn(each)
 
     @rule()
     def save_and_restore(self):
         with tempfile.TemporaryDirectory() as folder:
             snapshot.save(self.index, Path(folder) / "index")
-            self.index = snapshot.restore(Path(folder) / "index")
+            self.index = snapshot.restore(Path(folder) / "index", bounds=self.bounds)
+        self.watch_evictions()
         self.reporting.clear()
-        for lengths in self.offloaded.values():
-            lengths.clear()
+        self.offloading.clear()  # a snapshot does not say
 
     def compare(self, content):
         """What each rank can reuse of the prompt with these tokens."""
@@ -220,7 +244,9 @@ class GroupedIndexMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_counters(self):
         self.index.check()
-        assert len(self.index) == len(self.named())
+        named = self.named()
+        self.evictions.note(named)
+        assert len(self.index) == len(named) <= (self.bounds.max_blocks or len(named))
         for rank in GROUPS:
             assert sorted(self.index.engine_hashes_of(rank).tolist()) == sorted(
                 names_of(self.held_by(rank))

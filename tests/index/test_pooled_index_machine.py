@@ -26,10 +26,16 @@ places = st.builds(
 
 
 class PooledIndexMachine(ComparedIndexMachine):
-    @initialize()
-    def start(self):
-        self.begin(1, RANKS)
+    @initialize(max_blocks=st.sampled_from([None, 2]))
+    def start(self, max_blocks):
+        self.begin(1, RANKS, max_blocks=max_blocks)
         self.hashes = self.index.hasher.sequence_hashes(as_tokens(CONTENTS[-1]))
+
+    def hash_of(self, content):
+        return int(self.index.hasher.sequence_hashes(as_tokens(content))[-1])
+
+    def parent_of(self, content):
+        return content[:-1] or None
 
     @rule(rank=ranks, tier=tiers, num_blocks=st.integers(1, 3), cxl=st.none() | places,
           label=st.none() | st.sampled_from(LABELS))  # fmt: skip
@@ -38,6 +44,14 @@ class PooledIndexMachine(ComparedIndexMachine):
         names = self.names_of(rank, contents)
         event = BlockStored(block_hashes=names, token_ids=contents[-1], block_size=1, tier=tier)
         self.store_in_both(rank, event, contents, cxl, label)
+
+    @rule(rank=ranks, tier=tiers, contents=contents_lists)
+    def copy(self, rank, tier, contents):
+        self.copy_in_both(rank, tier, contents, known=self.held_by_any())
+
+    @rule(rank=ranks, num_blocks=st.integers(1, 3))
+    def expect(self, rank, num_blocks):
+        self.expect_in_both(rank, CONTENTS[:num_blocks])
 
     @rule(rank=ranks, contents=contents_lists, said=places)
     def move(self, rank, contents, said):
@@ -53,17 +67,16 @@ class PooledIndexMachine(ComparedIndexMachine):
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_leaves_or_returns(self, worker):
-        for rank in [r for r in RANKS if r.worker == worker]:
-            if rank in self.present:
-                self.index.remove_worker(worker)
-                self.reference.leave(rank)
-            else:
-                self.index.add_rank(rank)
-            self.present ^= {rank}
+        if any(rank.worker == worker for rank in self.present):
+            self.leave_both(worker)
+        else:
+            for rank in [rank for rank in RANKS if rank.worker == worker]:
+                self.return_to_both(rank)
 
     @invariant()
     def equals_the_reference(self):
         self.index.check()
+        self.check_size()
         self.index.overlap(self.hashes)  # the next one goes on what this one has found
         overlap = self.index.overlap(self.hashes)
         hits = self.hits(self.hashes, overlap, LABELS)

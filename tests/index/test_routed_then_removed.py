@@ -66,6 +66,15 @@ def test_a_whole_prompt_leaves_nothing(num_routed, way):
     assert (len(index), len(index.speculative)) == (0, 0)
 
 
+@given(ways)
+def test_a_store_that_says_nothing_new_ends_what_was_routed(way):
+    index, hashes = routed_index(0)
+    way(index, stored(NUM_BLOCKS))
+    index.speculative.insert(0, hashes, 0.0)
+    way(index, stored(NUM_BLOCKS))
+    assert len(index.speculative) == 0
+
+
 @given(counts)
 def test_a_clear_takes_what_was_routed_of_this_rank_alone(num_routed):
     index, hashes = routed_index(num_routed)
