@@ -148,10 +148,14 @@ class BlockIndex:
     def set_confidence(self, rank: Rank, confidence: float) -> None:
         """What a block that the rank holds is worth from now on: 1.0 if its events are trusted."""
         number = self.numbers.number_of(rank)
-        missing = max(0, number + 1 - len(self._confidence))
-        self._confidence = np.concatenate([self._confidence, np.ones(missing)])
+        missing = number + 1 - len(self._confidence)
+        if missing > 0:
+            self._confidence = np.concatenate([self._confidence, np.ones(missing)])
+            self._version.count += 1
         self._confidence[number] = confidence
-        self._version.count += 1
+        # In place: to collect all arrays anew would hold the next query up for 0.2 ms.
+        if self._prefix_query is not None:
+            self._prefix_query.set_confidence(number, confidence)
 
     def set_recomputed(self, rank: Rank, num_blocks: int) -> None:
         """The rank's engine computes so many of the last blocks that match anew (0, or 1 with a

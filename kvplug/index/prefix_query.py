@@ -115,7 +115,7 @@ class PrefixQuery:
         expected: Expected = NOTHING_EXPECTED, groups: I64 = NO_GROUPS,
     ) -> None:  # fmt: skip
         self.seen_version = block_store.version.count
-        self._num_ranks = len(credits) - prefix_lengths.NUM_MASKS
+        self._num_ranks, self._credits = len(credits) - prefix_lengths.NUM_MASKS, credits
         self._size = matching.NUM_ROWS * self._num_ranks
         scratch: I64 = np.empty(
             prefix_lengths.num_scratch(self._num_ranks, len(owner)), dtype=np.int64
@@ -124,6 +124,11 @@ class PrefixQuery:
             block_store.table.slots, block_store.runs.words, block_store.sets.bits,
             block_store.sets.header, owner, readers, credits, scratch, groups, *expected,
         )  # fmt: skip
+
+    def set_confidence(self, number: int, confidence: float) -> None:
+        """What a block of a rank is worth from now on; nothing for a rank that came later."""
+        if number < self._num_ranks:
+            self._credits[prefix_lengths.NUM_MASKS + number] = confidence
 
     def new_rows(self) -> I64:
         """int64[NUM_ROWS * ranks], not filled yet: for an answer of matching.overlap."""

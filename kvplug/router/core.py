@@ -440,6 +440,7 @@ class Router:
         if end < records.num_events:
             records = replace(records, num_events=end)
         at = self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, part)
+        self._lock.low_priority.yield_to_queries()  # which need not wait for the counts
         self.cache_sizes.note(rank, before, part)
         applied.add(part)
         return at

@@ -193,8 +193,9 @@ class ActiveLoad:
     def set_capacity(self, number: int, num_blocks: float) -> None:
         """The rank's cache has room for so many blocks; 0: unknown."""
         self.reserve(number + 1)
-        self.version.count += 1  # the usual capacity may have changed
-        self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
+        if self.ranks[number, costing.CAPACITY_BLOCKS] != num_blocks:
+            self.version.count += 1  # the usual capacity may have changed
+            self.ranks[number, costing.CAPACITY_BLOCKS] = num_blocks
         if self.counts_sent:
             self._presume_resident(number)
 

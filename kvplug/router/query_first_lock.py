@@ -56,10 +56,11 @@ class QueryFirstLock:
                 self._wait()
 
     def _wait(self) -> None:
-        self._flag[0] = 1
         if self._is_ingesting and self._max_looks:
-            self._was_handed = bool(handover.await_lock(self._word, self._max_looks))
+            looks = self._max_looks
+            self._was_handed = bool(handover.await_lock(self._word, self.query_waiting, looks))
         if not self._was_handed:
+            self._flag[0] = 1
             self._inner.acquire()
         self._flag[0] = 0
 

@@ -17,9 +17,9 @@ def word_of(state):
 
 @pytest.mark.parametrize("state", [FREE, AWAITED, HANDED])
 def test_nobody_comes_and_nothing_stays_behind(state):
-    word = word_of(state)
-    assert not handover.await_lock(word, 3)
-    assert word[0] == state
+    word, waiting = word_of(state), np.zeros(1, dtype=np.uint8)
+    assert not handover.await_lock(word, waiting, 3)
+    assert (word[0], waiting[0]) == (state, 1)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,7 @@ def test_only_who_waits_is_given_the_lock(before, was_handed, after):
 @pytest.mark.skipif(not COMPILED, reason="plain Python keeps the GIL while it waits")
 def test_two_threads_hand_over_again_and_again():
     word, log, num_rounds = word_of(FREE), [], 200
+    waiting = np.zeros(1, dtype=np.uint8)
 
     def give():
         for number in range(num_rounds):
@@ -45,7 +46,7 @@ def test_two_threads_hand_over_again_and_again():
     giver = threading.Thread(target=give)
     giver.start()
     for number in range(num_rounds):
-        assert handover.await_lock(word, LOOKS)
+        assert handover.await_lock(word, waiting, LOOKS)
         log.append(("taken", number))
         word[0] = FREE
     giver.join(TIMEOUT_S)
