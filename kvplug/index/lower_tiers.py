@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +27,19 @@ I64 = npt.NDArray[np.int64]
 _MIN_COPIES = 4
 
 
+class OffloadingRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a rank, by its number: whether no lower tier of it is taken; of its copies
+    how many there were, and the greatest common divisor of the lengths of their prefixes.
+    """
+
+    rank: int
+    is_refused: bool
+    num_copies: int
+    blocks_per_chunk: int
+
+
 class LowerTiers:
-    """refuse, refuses; note_copies, outlive_clears; forget. By the numbers of ranks."""
+    """refuse, refuses; note_copies, outlive_clears; forget; save, load. By the numbers of ranks."""
 
     def __init__(self) -> None:
         self.refused: set[int] = set()
@@ -63,3 +75,24 @@ class LowerTiers:
         self.refused.discard(rank_number)
         self._blocks_per_chunk.pop(rank_number, None)
         self._num_copies.pop(rank_number, None)
+
+    def save(self) -> list[OffloadingRank]:
+        """All that is known, for a snapshot."""
+        return [
+            OffloadingRank(
+                number,
+                number in self.refused,
+                self._num_copies.get(number, 0),
+                self._blocks_per_chunk.get(number, 0),
+            )
+            for number in sorted(self.refused | self._blocks_per_chunk.keys())
+        ]
+
+    def load(self, ranks: list[OffloadingRank]) -> None:
+        """Know what was saved."""
+        for each in ranks:
+            if each.is_refused:
+                self.refused.add(each.rank)
+            if each.num_copies:
+                self._num_copies[each.rank] = each.num_copies
+                self._blocks_per_chunk[each.rank] = each.blocks_per_chunk

@@ -28,6 +28,7 @@ from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
 from kvplug.index.cache_groups import CacheGroup, GroupKind, RankGroups
 from kvplug.index.hash_table import require_sound
+from kvplug.index.lower_tiers import OffloadingRank
 from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -38,7 +39,8 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 LAYOUT = 5
 """Of the settings and arrays of an index; in layout 1 annotations were part of the index, layout 2
-forgot `bigrams`, layout 3 had no KV cache groups, layout 4 no families of runs."""
+forgot `bigrams`, layout 3 had no KV cache groups, layout 4 neither families
+of runs nor buckets in its tables."""
 
 
 class _Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +71,7 @@ class _RankGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ranks, confidence: by number, ranks None where one is free; hash_spaces: the ranks of each,
     of which number `common` takes new ranks; annotations: what each one says of itself;
-    adapter_seeds: of the namespaces of LoRA adapters.
+    adapter_seeds: of the namespaces of LoRA adapters; offloading: ranks with copies in lower tiers.
     """
 
     layout: int
@@ -83,6 +85,7 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[_RankGroups]
     annotations: dict[str, Any]
     adapter_seeds: dict[str, list[int]]
+    offloading: list[OffloadingRank]
 
 
 class Snapshot:
@@ -110,6 +113,7 @@ class Snapshot:
             groups=[_rank_groups(*each) for each in index.cache_groups.items()],
             annotations=annotations,
             adapter_seeds=index.adapters.items(),
+            offloading=index.lower_tiers.save(),
         )
 
     def write(self, path: Path) -> None:
@@ -169,6 +173,7 @@ def _fill(index: BlockIndex, settings: _Settings, arrays: Arrays) -> None:
     of_annotations = {name: array for name, array in arrays.items() if "." in name}
     index.annotations.load(settings.annotations, of_annotations)
     index.adapters.load(settings.adapter_seeds)
+    index.lower_tiers.load(settings.offloading)
     index.confidence = np.array(settings.confidence, dtype=np.float64)
 
 
@@ -265,6 +270,10 @@ def _require_holders(settings: _Settings, arrays: Arrays) -> None:
     _require(
         all(0 <= n < num_ranks and settings.ranks[n] is not None for n in ranks_with_groups),
         "a KV cache group is nobody's",
+    )
+    _require(
+        all(0 <= each.rank < num_ranks and each.num_copies >= 0 for each in settings.offloading),
+        "what is offloaded is nobody's",
     )
     _require(all(0 <= pool.rank < num_ranks for pool in settings.pools), "a pool is nobody's")
     words = int(arrays["header"][holders.WORDS])

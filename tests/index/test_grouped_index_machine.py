@@ -213,7 +213,6 @@ class GroupedIndexMachine(RuleBasedStateMachine):
             self.index = snapshot.restore(Path(folder) / "index", bounds=self.bounds)
         self.watch_evictions()
         self.reporting.clear()
-        self.offloading.clear()  # a snapshot does not say
 
     def compare(self, content):
         """What each rank can reuse of the prompt with these tokens."""

@@ -15,6 +15,7 @@ from kvplug.events import (
     Namespace,
     Tier,
 )
+from kvplug.index import snapshot
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.lower_tiers import LowerTiers
 from kvplug.records import read_payloads
@@ -102,3 +103,15 @@ def test_depths_that_are_all_multiples_are_of_chunks(events):
         assert tiers.outlive_clears(0)
     tiers.forget(0)
     assert not tiers.outlive_clears(0)
+
+
+def test_a_restored_index_knows_what_ranks_offload(tmp_path):
+    with index_of(A, B) as index:
+        apply(index, A, stored(1, 2), copied(1))
+        apply(index, B, stored(1, tier=Tier.HOST))
+        index.refuse_lower_tiers(B)
+        snapshot.save(index, tmp_path / "index")
+        restored = snapshot.restore(tmp_path / "index")
+        assert not apply(restored, A, CLEARED).was_cleared
+        assert in_host(restored) == [1]
+        assert apply(restored, B, stored(1, tier=Tier.DISK)).rejected == {"refused_tier": 1}
