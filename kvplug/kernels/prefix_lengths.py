@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.kernels._jit import inlined, trailing_zeros
+from kvplug.kernels._jit import inlined_optimized, trailing_zeros
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -91,7 +91,7 @@ def num_scratch(num_ranks: int, num_holders: int) -> int:
     return _NUM_OF_RANK * num_ranks + 1 + num_holders
 
 
-@inlined
+@inlined_optimized
 def ranks_in(scratch: I64, num_ranks: Index) -> Ranks:
     """Nobody has anything yet; scratch: int64[num_scratch]."""
     n, end = num_ranks, _NUM_OF_RANK * num_ranks
@@ -103,7 +103,7 @@ def ranks_in(scratch: I64, num_ranks: Index) -> Ranks:
     )  # fmt: skip
 
 
-@inlined
+@inlined_optimized
 def _mix(ranks: Ranks, out: Out) -> None:
     """From now on rows count."""
     if ranks.is_mixed[0] == 0:
@@ -111,14 +111,14 @@ def _mix(ranks: Ranks, out: Out) -> None:
         out.prefix_lengths[:] = 0
 
 
-@inlined
+@inlined_optimized
 def _settle(rank: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
     """Count what the rank had up to block `at`."""
     out.credit[rank] += holders.credits[ranks.has[rank]] * (at - ranks.since[rank])
     ranks.since[rank] = at
 
 
-@inlined
+@inlined_optimized
 def _flip_pool(rank: Index, gains: bool, ranks: Ranks) -> None:
     ranks.pools[rank] += 1 if gains else -1
     if ranks.pools[rank] > 0:
@@ -127,7 +127,7 @@ def _flip_pool(rank: Index, gains: bool, ranks: Ranks) -> None:
         ranks.has[rank] &= ~(1 << POOLED)
 
 
-@inlined
+@inlined_optimized
 def _flip(owner: Index, gains: bool, at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
     """A holder comes or goes with block `at`; what a rank had that has left counts at the end."""
     if owner >= 0:
@@ -144,7 +144,7 @@ def _flip(owner: Index, gains: bool, at: Index, holders: Holders, ranks: Ranks, 
                 _flip_pool(rank, gains, ranks)
 
 
-@inlined
+@inlined_optimized
 def _leave_scopes(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
     """The rank ends where it has nothing in a scope any more; -1 if it is out of all, else 0."""
     if ranks.left[rank] != _STAYS:
@@ -162,7 +162,7 @@ def _leave_scopes(rank: Index, at: Index, ranks: Ranks, out: Out) -> Index:
     return 0
 
 
-@inlined
+@inlined_optimized
 def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """The ranks behind a holder that has come or gone; -n if n of them are out of all scopes."""
     if owner >= 0:
@@ -175,7 +175,7 @@ def _leave(owner: Index, at: Index, holders: Holders, ranks: Ranks, out: Out) ->
     return num_left
 
 
-@inlined
+@inlined_optimized
 def is_all(holder: Index, holders: Holders, ranks: Ranks) -> bool:
     """Whether the holder is all that its rank had: then `leave_with` is all there is to do as it
     goes. Most borders are like that.
@@ -184,7 +184,7 @@ def is_all(holder: Index, holders: Holders, ranks: Ranks) -> bool:
     return bool(owner >= 0 and ranks.has[owner >> 2] == 1 << (owner & 3))
 
 
-@inlined
+@inlined_optimized
 def leave_with(holder: Index, at: Index, holders: Holders, ranks: Ranks) -> Index:
     """As `cross` if only this holder goes, and it is all that its rank had."""
     rank = holders.owner[holder] >> 2
@@ -193,7 +193,7 @@ def leave_with(holder: Index, at: Index, holders: Holders, ranks: Ranks) -> Inde
     return -1 if leaves else 0
 
 
-@inlined
+@inlined_optimized
 def cross(
     before: Index, now: Index, at: Index, holders: Holders, ranks: Ranks, out: Out
 ) -> tuple[Index, Index]:
@@ -218,7 +218,7 @@ def cross(
     return num_left, last if num_changed == 1 else np.int64(-1)
 
 
-@inlined
+@inlined_optimized
 def enter(now: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """Who has the first block; returns how many ranks that are."""
     for w in range(holders.words):
@@ -244,7 +244,7 @@ def enter(now: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     return num_alive
 
 
-@inlined
+@inlined_optimized
 def finish(at: Index, holders: Holders, ranks: Ranks, out: Out) -> None:
     """Whoever is still in a scope holds everything up to where it left, or to block `at`."""
     num_ranks = len(ranks.has)
