@@ -59,7 +59,7 @@ def first_route_warm() -> dict[str, Any]:
 def first_route_cold() -> dict[str, Any]:
     """As warm, but kernels have to be compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        return _times([_first_route(NUMBA_CACHE_DIR=folder)], target_s=15.0)
+        return _times([_first_route(NUMBA_CACHE_DIR=folder)], target_s=10.0)
 
 
 def snapshot_seconds() -> dict[str, Any]:

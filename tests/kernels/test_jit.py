@@ -1,5 +1,6 @@
 """How kernels are compiled: read-only inputs, wrong dtypes, and no place for a cache."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvplug.kernels import table
-from kvplug.kernels._jit import fold_multiply
+from kvplug.kernels._jit import fold_multiply, i8, inlined, inlined_optimized, kernel
 
 COMPILED = not os.environ.get("NUMBA_DISABLE_JIT")
 
@@ -57,3 +58,30 @@ def test_a_part_is_not_called_from_python():
     table.find_many(slots, slots[:1], slots[1:2])
     with pytest.raises(TypeError, match="capacity_of is a part of kernels"):
         table.capacity_of(slots)
+
+
+@inlined
+def _quotient(a, b):
+    return a // b
+
+
+@inlined_optimized
+def _quotient_of_parts(a, b):
+    return _quotient(a, b)
+
+
+@kernel(i8(i8, i8))
+def quotients(a, b):
+    """Through a part, and through a part of a part."""
+    return _quotient(a, b) + _quotient_of_parts(a, b)
+
+
+def test_what_a_part_raises_reaches_python():
+    assert quotients(7, 2) == 6
+    with pytest.raises(ZeroDivisionError):
+        quotients(7, 0)
+
+
+def test_garbage_is_collected_after_a_kernel_is_compiled():
+    quotients(1, 1)
+    assert gc.isenabled()
