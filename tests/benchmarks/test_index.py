@@ -180,7 +180,7 @@ class TestReport:
             "peer": 5000.0,
             "ratio": 4.0,
             "target": 4,
-            "unit": "M blocks/s",
+            "unit": "M pre-hashed blocks/s",
             "spread": [2.0, 5.0],
         }
 
