@@ -56,13 +56,16 @@ class QueryFirstLock:
                 self._wait()
 
     def _wait(self) -> None:
-        if self._is_ingesting and self._max_looks:
-            looks = self._max_looks
-            self._was_handed = bool(handover.await_lock(self._word, self.query_waiting, looks))
-        if not self._was_handed:
+        if self._is_ingesting and self._is_handed_over():
+            self._was_handed = True
+        else:  # whoever has it may have been handed it
             self._flag[0] = 1
             self._inner.acquire()
         self._flag[0] = 0
+
+    def _is_handed_over(self) -> bool:
+        looks = self._max_looks
+        return bool(looks and handover.await_lock(self._word, self.query_waiting, looks))
 
     def __exit__(
         self,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
+from kvplug.ingest.event_thread import EventThread
 from tests.engines.engine_pool import EnginePool
 
 
@@ -51,3 +52,11 @@ def engines(request, engine_pool):
 def engine(engines):
     [engine] = engines
     return engine
+
+
+@pytest.fixture
+def listener():
+    listener = EventThread()
+    listener.start()
+    yield listener
+    listener.stop()

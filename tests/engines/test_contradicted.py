@@ -6,11 +6,9 @@ import itertools
 import random
 
 import msgspec
-import pytest
 
 from kvplug import Rank, Router, RouterConfig
 from kvplug.audit.audit import Audit, Usage
-from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.server.diagnosis.checks import check_all
@@ -38,14 +36,6 @@ class Hiding(Follower):
         others = [event for event in events if event.get("group_idx", 0) != HIDDEN_GROUP]
         payload = msgspec.msgpack.encode([ts, others, *rest])
         return msgspec.structs.replace(message, payload=payload)
-
-
-@pytest.fixture
-def listener():
-    listener = EventThread()
-    listener.start()
-    yield listener
-    listener.stop()
 
 
 def test_a_group_that_is_hidden_from_the_router_is_found_within_50_requests(engine_pool, listener):

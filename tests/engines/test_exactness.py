@@ -3,7 +3,6 @@
 import pytest
 
 from kvplug import Router, RouterConfig
-from kvplug.ingest.event_thread import EventThread
 from tests.engines.engine_pool import uses
 from tests.engines.line_engine import Followed
 from tests.exactness import sglang
@@ -17,14 +16,6 @@ NAMES = (
     "SGLang, HiCache, salts, cache resets",
 )
 RECIPES = {name: ROWS[name].recipe(name) for name in NAMES}
-
-
-@pytest.fixture
-def listener():
-    listener = EventThread()
-    listener.start()
-    yield listener
-    listener.stop()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=uses(RECIPES[name])) for name in NAMES])

@@ -2,10 +2,7 @@
 and a standalone router learns of them from the engine.
 """
 
-import pytest
-
 from kvplug import Router, RouterConfig
-from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.trust import HIDDEN_STATES
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
@@ -18,14 +15,6 @@ from tests.waiting import until
 ROW = ROWS["SGLang, a window and full attention (Mellum)"]
 
 pytestmark = uses(ROW.recipe("windows"))
-
-
-@pytest.fixture
-def listener():
-    listener = EventThread()
-    listener.start()
-    yield listener
-    listener.stop()
 
 
 def test_nothing_is_promised_that_it_has_not(engine, listener):

@@ -1,6 +1,7 @@
 """Queries go between two slices of ingestion, and ingestion excludes other ingestion."""
 
 import threading
+import time
 
 import pytest
 
@@ -72,15 +73,16 @@ class Counted:
     def enter_and_leave(self):
         self.num_inside += 1
         self.num_seen.append(self.num_inside)
+        time.sleep(0)  # another thread may look meanwhile
         self.num_inside -= 1
 
     def query(self):
-        for _ in range(300):
+        for _ in range(150):
             with self.lock:
                 self.enter_and_leave()
 
     def ingest(self):
-        for _ in range(100):
+        for _ in range(50):
             with self.lock.low_priority as turn:
                 for _ in range(3):
                     self.enter_and_leave()
@@ -92,12 +94,12 @@ class Counted:
 def test_threads_exclude_each_other_however_the_lock_changes_hands():
     counted = Counted()
     targets = (counted.query, counted.query, counted.ingest, counted.ingest)
-    threads = [threading.Thread(target=target) for target in targets]
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT_S)
-    assert len(counted.num_seen) == 2 * 300 + 2 * 100 * 3
+    assert len(counted.num_seen) == 2 * 150 + 2 * 50 * 3
     assert set(counted.num_seen) == {1}
     with counted.lock:  # it is free
         pass
