@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.launch import ports
 from examples.launch.endpoint import Endpoint
 from examples.launch.errors import LaunchError
-from examples.launch.ports import OUTGOING_RANGE, free_ports
+from examples.launch.ports import free_ports
 from examples.launch.router_process import RouterProcess
 from examples.launch.vllm_server import VllmServer, VllmSettings
 
@@ -23,16 +24,21 @@ def flag(command, name):
 
 
 def test_free_ports_differ_and_are_not_for_outgoing_connections():
-    ports = free_ports(20)
-    assert len(set(ports)) == 20
-    assert max(ports) < max(int(OUTGOING_RANGE.read_text().split()[0]), 30_000)
+    given = free_ports(20)
+    of_ranks = {port + rank for port in given for rank in range(ports.MAX_RANKS)}
+    assert len(of_ranks) == 20 * ports.MAX_RANKS
+    assert max(of_ranks) < max(int(ports.OUTGOING_RANGE.read_text().split()[0]), 30_000)
+    assert of_ranks.isdisjoint(ports.SGLANG_PORTS)
 
 
-def test_a_taken_port_is_not_free():
+def test_a_port_is_not_free_if_that_of_a_rank_is_taken(monkeypatch):
+    monkeypatch.setattr(ports, "_given_away", set())
     (port,) = free_ports(1)
+    ports._given_away.clear()
     with socket.socket() as holder:
-        holder.bind(("", port))
-        assert port not in free_ports(5_000)
+        holder.bind(("", port + 1))
+        given = free_ports(2_000)
+    assert not any(port + 1 in range(each, each + ports.MAX_RANKS) for each in given)
 
 
 def test_events_are_bound_and_replayable(tmp_path):
