@@ -29,8 +29,10 @@ def free_ports(num_ports: int) -> list[int]:
 
 
 def _free_port() -> int:
-    candidates = {*range(FIRST_PORT, _first_outgoing_port() - MAX_RANKS)} - {*SGLANG_PORTS}
-    for port in random.sample(sorted(candidates), len(candidates)):
+    before = range(FIRST_PORT, _first_outgoing_port() - MAX_RANKS)
+    candidates: list[int] = [port for port in before if port not in SGLANG_PORTS]
+    random.shuffle(candidates)
+    for port in candidates:
         of_ranks = range(port, port + MAX_RANKS)
         if _given_away.isdisjoint(of_ranks) and all(map(_is_free, of_ranks)):
             _given_away.update(of_ranks)
