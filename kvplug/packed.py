@@ -88,7 +88,7 @@ def decode(payload: bytes) -> list[PackedEvent]:
 def _items_of(payload: bytes) -> list[Any]:
     try:
         items = msgspec.msgpack.decode(payload)
-    except (msgspec.DecodeError, TypeError) as error:
+    except (msgspec.DecodeError, TypeError, BufferError) as error:
         raise DecodeError(f"cannot read packed events: {error}") from error
     if not isinstance(items, list) or not items:
         raise DecodeError(f"cannot read packed events: expected an array, got {items!r:.40}")

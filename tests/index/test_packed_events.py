@@ -1,5 +1,7 @@
 """Payloads of packed events leave the index as typed events would, or as it was."""
 
+from array import array
+
 import msgspec
 import numpy as np
 import pytest
@@ -163,7 +165,10 @@ def test_a_damaged_byte_is_read_as_the_decoder_reads_it(at, byte):
     index.check()
 
 
-@pytest.mark.parametrize("payload", [None, "text", 7, [PAYLOAD]])
+NO_BYTES = [None, "text", 7, [PAYLOAD], array("I", [1]), memoryview(PAYLOAD)[1::2]]
+
+
+@pytest.mark.parametrize("payload", NO_BYTES)
 @pytest.mark.parametrize("rank", [A, Rank("unknown")])
 def test_what_is_no_bytes_is_rejected(payload, rank):
     with pytest.raises(DecodeError, match="cannot read packed events: "):
