@@ -267,7 +267,7 @@ class SingleEvents:
             depths = self._block_store.depths_of(blocks.hashes)
             if not self._lower_tiers.note_copies(number, depths):
                 if self._block_store.num_held(holder):  # taken before that was known
-                    self._clear(rank, event.tier)
+                    applied.clear(self._clear(rank, event.tier), everything=False)
                 return applied.reject(RejectReason.CHUNKED_OFFLOAD, len(engine_hashes))
         self._block_store.copy(holder, blocks.hashes)
         applied.num_stored += num_known

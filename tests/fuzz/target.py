@@ -3,8 +3,9 @@
 In:  frames of a message.   Out: AssertionError for a rule that broke, any other error for a crash.
 
 1. Nothing raises.
-2. What was refused changed nothing: unless blocks were stored, removed, moved or cleared, the
-   index is what it was; by its size after every message, by its whole content after some.
+2. What was refused changed nothing: unless blocks were stored, removed, moved, cleared or (of a
+   LoRA adapter that was loaded again) forgotten, the index is what it was; by its size after every
+   message, by its whole content after some.
 3. The blocks of a worker change by its own messages only.
 4. `check()` finds the index sound.
 """
@@ -43,7 +44,7 @@ class WatchedRouter(Router):
 
     def note(self, applied):
         took = applied.num_removed or applied.num_moved or applied.num_cleared
-        self._accepted |= bool(applied.num_stored or took)
+        self._accepted |= bool(applied.num_stored or took or applied.num_forgotten)
         return applied
 
     def clear(self, rank):
