@@ -75,7 +75,7 @@ def test_calls_have_the_signatures_of_the_page(documented, part):
         member = documented if is_constructor else inspect.getattr_static(documented, name)
         assert call == signature_of(name, member)
     if documented in COMPLETE:
-        public = {name for name in vars(documented) if not name.startswith("_")}
+        public = {name for name in dir(documented) if not name.startswith("_")}
         assert {call.partition("(")[0] for call in calls} - {documented.__name__} == public
 
 

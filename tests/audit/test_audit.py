@@ -19,7 +19,7 @@ from kvplug.audit.expectation import Verdict
 from kvplug.errors import ConfigError
 from kvplug.hashing import as_tokens
 from kvplug.records import read_payloads
-from kvplug.router import core
+from kvplug.router import followed_fleet
 
 RANK = Rank("a")
 BLOCK = 4
@@ -373,7 +373,7 @@ def test_a_clear_in_a_run_of_messages_is_no_mistake(router, audit, clock):
 def test_blocks_that_a_run_of_plain_messages_takes_in_several_slices_are_seen(
     router, audit, clock, monkeypatch
 ):
-    monkeypatch.setattr(core, "BLOCKS_PER_SLICE", 1)
+    monkeypatch.setattr(followed_fleet, "BLOCKS_PER_SLICE", 1)
     router.apply_records(RANK, run_of_messages((0.0, stored(PROMPT))))
     request_id = expect(router)
     router.apply_records(RANK, run_of_messages((0.0, removed(3)), (0.0, removed(2), removed(1))))

@@ -12,7 +12,7 @@ from kvplug.audit import audit as audit_module
 from kvplug.audit.audit import Audit, Usage
 from kvplug.index.sweeping import Clearing
 from kvplug.packed import PackedStored, encode
-from kvplug.router import core
+from kvplug.router import followed_fleet
 from tests.plugins.stock_client import wait_until
 
 BLOCK, NUM_PROMPTS = 4, 3000
@@ -119,7 +119,8 @@ def test_a_request_goes_between_two_slices_of_a_batch(router, audit, monkeypatch
     with in_thread(router.apply, RANK, batch):
         assert slices.has_begun.wait(PATIENCE_S)
         router.route(LAST)
-    assert audit.num_before == 1 < slices.num_done == -(-NUM_PROMPTS // core._EVENTS_PER_SLICE)
+    num_slices = -(-NUM_PROMPTS // followed_fleet._EVENTS_PER_SLICE)
+    assert audit.num_before == 1 < slices.num_done == num_slices
     assert len(router.index) == (NUM_PROMPTS if kind == "stored" else 0)
     router.index.check()
 
@@ -146,7 +147,7 @@ def test_an_index_is_saved_while_requests_go_and_events_wait(router, audit, tmp_
         is_writing.set()
         assert may_end.wait(PATIENCE_S)
 
-    monkeypatch.setattr(core.Snapshot, "write", write)
+    monkeypatch.setattr(followed_fleet.Snapshot, "write", write)
     with in_thread(router.save_index, tmp_path / "index"):
         assert is_writing.wait(PATIENCE_S)
         with in_thread(router.apply, RANK, prompts_stored(11, 20)):
@@ -205,8 +206,8 @@ def look_all(router, audit, worker):
 
 @pytest.mark.parametrize("is_audited", [False, True])
 def test_threads_that_route_tell_and_change_the_fleet_do_not_collide(is_audited, monkeypatch):
-    monkeypatch.setattr(core, "_EVENTS_PER_SLICE", 2)
-    monkeypatch.setattr(core, "_SLOTS_PER_SLICE", 8)
+    monkeypatch.setattr(followed_fleet, "_EVENTS_PER_SLICE", 2)
+    monkeypatch.setattr(followed_fleet, "_SLOTS_PER_SLICE", 8)
     monkeypatch.setattr(audit_module, "_GRACE_S", 1e-6)
     router = Router(RouterConfig(block_size=BLOCK))
     audit = Audit(router) if is_audited else None

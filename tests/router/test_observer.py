@@ -7,7 +7,7 @@ from kvplug import RouterConfig as Config
 from kvplug.hashing import as_tokens
 from kvplug.packed import encode
 from kvplug.records import read_payloads
-from kvplug.router import core
+from kvplug.router import followed_fleet
 from kvplug.router.observer import Arrival, RouterObserver
 from tests.router.test_core import Clock
 
@@ -105,8 +105,8 @@ def test_what_nobody_watches_is_applied_as_it_comes(router, apply):
 
 @ways
 def test_removals_in_several_slices_are_one_report(router, apply, monkeypatch):
-    monkeypatch.setattr(core, "_EVENTS_PER_SLICE", 2)
-    monkeypatch.setattr(core, "BLOCKS_PER_SLICE", 2)
+    monkeypatch.setattr(followed_fleet, "_EVENTS_PER_SLICE", 2)
+    monkeypatch.setattr(followed_fleet, "BLOCKS_PER_SLICE", 2)
     apply(router, RANK, *stored(1, 2, 3))
     recorder = Recorder(router)
     apply(router, RANK, *removed(1, 2, 3))

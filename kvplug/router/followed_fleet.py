@@ -1,0 +1,342 @@
+"""FollowedFleet: the workers of a Router, and what their events say.
+
+In:  workers, their event batches, what is known of their engines.
+Out: an index, cache sizes and speeds that decisions go by (kvplug/router/core.py).
+
+A lock makes it safe to apply events in one thread and route in another.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from msgspec import structs
+
+from kvplug.errors import ConfigError
+from kvplug.events import EventBatch, Rank
+from kvplug.index.apply_result import ApplyResult
+from kvplug.index.block_index import BlockIndex
+from kvplug.index.snapshot import Snapshot
+from kvplug.records import Records
+from kvplug.router.cache_sizes import CacheSize, CacheSizes
+from kvplug.router.config import RouterConfig
+from kvplug.router.decider import (
+    Decider,
+)
+from kvplug.router.engine_model import EngineModel
+from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
+from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
+from kvplug.router.load import ActiveLoad
+from kvplug.router.observer import (
+    Arrival,
+    RouterObserver,
+    run_of_events,
+    run_of_records,
+)
+from kvplug.router.query_first_lock import QueryFirstLock
+from kvplug.setting import SHARE, shown
+
+# Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
+BLOCKS_PER_SLICE = 2048
+_SLOTS_PER_SLICE = 1024
+_EVENTS_PER_SLICE = 64
+
+
+class FollowedFleet:
+    """add_worker, apply, clear, remove_worker; what is told of engines; snapshots.
+
+    `fleet_index` and `load` may be read for inspection, while no other thread is at work or within
+    `locked`. One observer is told of decisions and events (kvplug/router/observer.py).
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random_: random.Random | None = None,
+    ) -> None:
+        self.config = config or RouterConfig()
+        self._lock = QueryFirstLock()
+        self.fleet_index = FleetIndex(
+            self._block_size(),
+            speculative_ttl_s=self.config.routed_ttl_s,
+            query_waiting=self._lock.query_waiting,
+            bounds=self.config.bounds,
+        )
+        self.load = ActiveLoad(
+            self.config.request_expiry_s, counts_sent=not self.config.use_kv_events
+        )
+        self.cache_sizes = CacheSizes(self.fleet_index, self.load)
+        self._speeds = EngineSpeeds(self.fleet_index, self.load)
+        self._decider = Decider(self.config, self.fleet_index, self.load, random_)
+        self._clock = clock
+        self._observer = RouterObserver()
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """The ranks that can be chosen."""
+        return [rank for rank in self.fleet_index.numbers.ranks if rank is not None]
+
+    @property
+    def index(self) -> BlockIndex:
+        """The index of a fleet with one model and one block size; ConfigError if it has more."""
+        only = self.fleet_index.only
+        if only is None:
+            raise ConfigError("the fleet has several indexes: ask index_of(rank)")
+        return only.index
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What tells it the time, in seconds."""
+        return self._clock
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Within it nothing is routed, applied or changed: for a short look at several things.
+
+        `ranks`, `index_of`, `fleet_index` and `load` can be read then; a method that changes or
+        decides something would wait for ever.
+        """
+        return self._lock
+
+    def set_observer(self, observer: RouterObserver) -> None:
+        """Tell it of decisions and applied events from now on, instead of the one before."""
+        with self._lock.low_priority:
+            self._observer = observer
+            self._decider.on_decision = observer.on_decision
+
+    def index_of(self, rank: Rank) -> BlockIndex:
+        """The index of the rank's model and block size; an empty one's if the rank is unknown."""
+        return self.fleet_index.group_of(rank).index
+
+    def add_worker(
+        self, worker: str, *, dp_size: int = 1, model: str = "", block_size: int | None = None
+    ) -> None:
+        """Route to this worker from now on; it has `dp_size` data-parallel ranks.
+
+        Without a `block_size` of its own it has the one of the config, and without that the one of
+        the first blocks that it stores. Called again, it adds to what is known of the worker.
+        """
+        with self._lock.low_priority:  # not within a run of events: a worker may change its index
+            self.fleet_index.add_worker(worker, dp_size, model, block_size)
+            self._fleet_changed()
+
+    def remove_worker(self, worker: str) -> None:
+        """Forget the worker, its blocks and its load."""
+        with self._lock.low_priority:
+            for number, rank in enumerate(self.fleet_index.numbers.ranks):
+                if rank is not None and rank.worker == worker:
+                    self.load.forget(number, self._clock())
+                    self._speeds.forget(number)
+                    self.cache_sizes.forget(rank)
+                    self._observer.on_rank_left(rank)
+            self.fleet_index.remove_worker(worker)
+            self._fleet_changed()
+
+    def apply(self, rank: Rank, batch: EventBatch) -> ApplyResult:
+        """Remember what a rank's engine said; returns what was stored, removed and refused.
+
+        A batch that names a data-parallel rank is of that rank of the worker. ConfigError in the
+        approximate mode.
+        """
+        self.require_events(rank)
+        rank = rank.named_by(batch.dp_rank)
+        arrival, applied = Arrival(rank, batch.ts, self._clock()), ApplyResult()
+        run_of = partial(run_of_events, batch.events)
+        apply_slice = partial(self._apply_events, rank, batch, applied)
+        self._apply_in_slices(arrival, len(batch.events), run_of, apply_slice)
+        return applied
+
+    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
+        """As `apply`, for packed events (kvplug/packed.py): blocks that are hashed already.
+
+        Blocks are taken to have the size of the rank's index. DecodeError, and nothing done, for a
+        payload that is none.
+        """
+        self.require_events(rank)
+        with self._lock.low_priority:
+            before = self.cache_sizes.num_resident(rank)
+            applied = self.fleet_index.apply_packed(rank, payload)
+            self.cache_sizes.note(rank, before, applied)
+        return applied
+
+    def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
+        """As `apply`, for many plain events at once; queries in other threads go in between."""
+        self.require_events(rank)
+        rank = rank.named_by(records.dp_rank)
+        arrival, applied = Arrival(rank, records.ts, self._clock()), ApplyResult()
+        run_of = partial(run_of_records, records)
+        apply_slice = partial(self._apply_records, rank, records, applied)
+        self._apply_in_slices(arrival, records.num_events, run_of, apply_slice)
+        return applied
+
+    def require_events(self, rank: Rank) -> None:
+        """ConfigError in the approximate mode, which goes by its own decisions alone."""
+        if not self.config.use_kv_events:
+            raise ConfigError(
+                f"cannot apply events of {rank}: expected a router with use_kv_events=True, "
+                "this one has False and goes by its own decisions"
+            )
+
+    def set_confidence(self, rank: Rank, confidence: float) -> None:
+        """What the rank's blocks count for in costs, 0 to 1; 1 until it is said otherwise.
+
+        For ranks of whose blocks not everything is known (kvplug/ingest/trust.py); 0 for one that
+        publishes no events. ConfigError for what is no number in [0, 1].
+        """
+        if not SHARE.fits(confidence):
+            raise ConfigError(f"confidence must be {SHARE.expected}, got {shown(confidence)}")
+        with self._lock:
+            self.fleet_index.set_confidence(rank, confidence)
+            self.cache_sizes.note_confidence(rank)
+
+    def set_recomputed_blocks(self, rank: Rank, num_blocks: int) -> None:
+        """The rank's engine computes so many of the last blocks that match anew.
+
+        1 for vLLM with EAGLE or MTP heads, else 0. An audit learns it. ConfigError for anything
+        else.
+        """
+        if num_blocks not in (0, 1):
+            raise ConfigError(f"recomputed blocks must be 0 or 1, got {shown(num_blocks)}")
+        with self._lock:
+            self.fleet_index.set_recomputed(rank, num_blocks)
+
+    def clear(self, rank: Rank) -> int:
+        """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
+        with self._lock.low_priority as turn:
+            if rank not in self.fleet_index.numbers:
+                return 0
+            arrival = Arrival(rank, 0.0, self._clock())
+            self._observer.before_removal(rank)
+            num_dropped = self._clear_in_slices(rank, turn.yield_to_queries)
+            self._observer.after_removal(arrival)
+            self._observer.on_clear(rank)
+            return num_dropped
+
+    def forget_adapter(self, worker: str, lora_name: str) -> int:
+        """The worker has loaded a LoRA adapter again, with other weights; returns how many blocks
+        of it its ranks had.
+
+        vLLM never reuses them, if the weights came from another path. An event that stores one of
+        them anew has the same effect; until then they would count.
+        """
+        num_forgotten = 0
+        with self._lock.low_priority:
+            for rank in self.ranks:
+                if rank.worker == worker:
+                    num_forgotten += self.fleet_index.forget_adapter(rank, lora_name)
+                    self.cache_sizes.note_forgotten(rank)
+        return num_forgotten
+
+    def save_index(self, path: Path) -> None:
+        """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
+        events wait.
+
+        SnapshotError if that cannot be, and a former file stays; ConfigError for a fleet with
+        several indexes.
+        """
+        with self._lock.low_priority as turn:
+            snapshot = Snapshot(self.index)
+            with turn.released():
+                snapshot.write(path)
+
+    def set_cache_capacity(self, rank: Rank, num_blocks: float) -> None:
+        """The rank's engine says that its device has room for so many blocks.
+
+        What cannot be is named in the log and ignored: the capacity is learnt then.
+        """
+        with self._lock:
+            self.cache_sizes.say(rank, num_blocks)
+
+    def cache_size(self, rank: Rank) -> CacheSize:
+        """How many blocks the rank holds and has room for, and how that is known."""
+        with self._lock:
+            return self.cache_sizes.of(rank)
+
+    def set_engine_model(self, rank: Rank, model: EngineModel) -> None:
+        """The rank's engine is so fast; nothing is learnt of it from now on."""
+        with self._lock:
+            self._speeds.give(self.fleet_index.numbers.number_of(rank), model)
+
+    def engine_model(self, rank: Rank) -> EngineModel:
+        """How fast the rank's engine is taken to be."""
+        with self._lock:
+            return self._speeds.model_of(self.fleet_index.numbers.number_of(rank))
+
+    def model_quality(self, rank: Rank) -> ModelQuality:
+        """How good that is: by how many observations, and how far off its predictions are."""
+        with self._lock:
+            return self._speeds.quality_of(rank)
+
+    def _block_size(self) -> int | None:
+        """Without events nobody would tell the block size."""
+        known = self.config.block_size
+        return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
+
+    def _apply_in_slices(
+        self,
+        arrival: Arrival,
+        num_events: int,
+        run_of: Callable[[int], tuple[bool, int]],
+        apply_slice: Callable[[int, int], int],
+    ) -> None:
+        """`apply_slice(first, end)` of some of these events, at most; it returns the next one."""
+        rank, at = arrival.rank, 0
+        with self._lock.low_priority as turn:
+            is_member = rank in self.fleet_index.numbers
+            observer = self._observer if is_member else RouterObserver()
+            while at < num_events:
+                # A block may go and come back within one batch: then the observer looks in between.
+                removes, end = run_of(at) if observer.watches(rank) else (False, num_events)
+                if removes:
+                    observer.before_removal(rank)
+                at = apply_slice(at, end)
+                while removes and at < end:
+                    turn.yield_to_queries()
+                    at = apply_slice(at, end)
+                if removes:
+                    observer.after_removal(arrival)
+                turn.yield_to_queries()
+            observer.on_applied(arrival)
+
+    def _apply_events(
+        self, rank: Rank, batch: EventBatch, applied: ApplyResult, first: int, end: int
+    ) -> int:
+        end = min(end, first + _EVENTS_PER_SLICE)
+        before = self.cache_sizes.num_resident(rank)
+        part = self.fleet_index.apply(rank, structs.replace(batch, events=batch.events[first:end]))
+        self.cache_sizes.note(rank, before, part)
+        applied.add(part)
+        return end
+
+    def _apply_records(
+        self, rank: Rank, records: Records, applied: ApplyResult, first: int, end: int
+    ) -> int:
+        before, part = self.cache_sizes.num_resident(rank), ApplyResult()
+        if end < records.num_events:
+            records = replace(records, num_events=end)
+        at = self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, part)
+        self._lock.low_priority.yield_to_queries()  # which need not wait for the counts
+        self.cache_sizes.note(rank, before, part)
+        applied.add(part)
+        return at
+
+    def _clear_in_slices(self, rank: Rank, yield_to_queries: Callable[[], None]) -> int:
+        clearing = self.fleet_index.start_clear(rank)
+        while not clearing.is_done:
+            clearing.advance(_SLOTS_PER_SLICE)
+            yield_to_queries()
+        self.fleet_index.end_clear(rank)
+        self.cache_sizes.note_clear(rank)
+        return clearing.num_dropped
+
+    def _fleet_changed(self) -> None:
+        self._decider.fleet_changed()
+        self._speeds.fleet_changed()
+        self.cache_sizes.note_all()
