@@ -42,8 +42,8 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Index = int | np.int64
 
-# What to do.
-SCORE, ACCOUNT, BOTH = 1, 2, 3
+# What to do. With PEEK besides, SCORE learns nothing from the request.
+SCORE, ACCOUNT, BOTH, PEEK = 1, 2, 3, 4
 # Of each request, float64: what is known of it; what becomes of it.
 (
     NUM_TOKENS, NOW_S, MAX_ANSWER_TOKENS,
@@ -149,7 +149,7 @@ def _expected_ring(bundle: U64) -> expiring.Ring:
 def _can_account(request: Request, rank: Index, bundle: U64) -> bool:
     settings, num_blocks = f64_of(bundle, scoring.SETTINGS), len(request.hashes)
     fits = has_room(u64_of(bundle, scoring.ACTIVE), num_blocks)
-    if settings[scoring.COST_IN_MS] > 0:
+    if settings[scoring.KEEPS_FORECAST] > 0:
         fits = fits and forecast.can_use(forecast_of(bundle), num_blocks)
     if settings[scoring.EXPECTED_TTL_S] > 0:
         at = i64_of(bundle, scoring.INDEX_RANKS)[rank]
@@ -237,7 +237,7 @@ def _account(request: Request, rank: Index, fleet: Fleet, bundle: U64, out: F64)
     ranks, prompt = f64_of(bundle, scoring.RANKS), request.prompt
     coming = out[COMING]
     num_active = active_blocks.add(u64_of(bundle, scoring.ACTIVE), request.hashes, rank)
-    if f64_of(bundle, scoring.SETTINGS)[scoring.COST_IN_MS] > 0:
+    if f64_of(bundle, scoring.SETTINGS)[scoring.KEEPS_FORECAST] > 0:
         capacity = np.int64(costing.capacity_of_rank(ranks, rank, fleet.capacity))
         new_blocks = np.int64(coming + fleet.answer_tokens / prompt.block_size)
         forecast.use(forecast_of(bundle), rank, request.hashes, new_blocks, capacity)
@@ -278,7 +278,7 @@ def _do_stages(
         rank = _pick(candidates, random, bundle)
     if stages & ACCOUNT != 0 and not _can_account(request, rank, bundle):
         return False
-    if stages & SCORE != 0:
+    if stages & SCORE != 0 and stages & PEEK == 0:
         costing.note_waits(ranks, candidates, fleet, waits, traffic)
     if stages & ACCOUNT != 0:
         _tell(request, rank, held, bundle, row)
@@ -298,6 +298,7 @@ def route(
     the others filled. tokens: uint32, of all requests in a row; hashes: uint64, filled with those
     of their full blocks. Without tokens there is one request, and it has all hashes. SCORE leaves
     COSTS, OWN_MS, FOUND and WAITS; ACCOUNT alone takes the rank candidates[0], and what SCORE left.
+    SCORE | PEEK leaves them, too, and no other trace.
     """
     block_size = int(f64_of(bundle, scoring.SETTINGS)[scoring.BLOCK_SIZE])
     num_requests, start, first = len(requests) // REQUEST_WIDTH, np.int64(0), np.int64(0)

@@ -5,7 +5,8 @@ Out: COSTS, OWN_MS and FOUND of each candidate.
 
 Parts for kernels/routing.py. The formulas are those of kernels/costing.py; added here are what
 full caches will have lost by then (kernels/forecast.py), prefixes so popular that a copy pays, and
-objectives. Reference: plain Python (tests/kernels/test_routing.py).
+objectives, credits, and what a request says of ranks. Reference: plain Python
+(tests/kernels/test_routing.py).
 """
 
 from typing import NamedTuple
@@ -33,12 +34,17 @@ Index = int | np.int64
     FORECAST_SLOTS, FORECAST_KEYS, FORECAST_LINKS, FORECAST_ENDS,
     POPULAR_KEYS, POPULAR_COUNTS,
     EXPECTED_SLOTS, EXPECTED_KEYS, EXPECTED_DEADLINES, EXPECTED_LINKS, EXPECTED_STATE,
-) = range(22)  # fmt: skip
+    FACTORS, BONUS,
+) = range(24)  # fmt: skip
 # SETTINGS, float64. COST_IN_MS: 1 for milliseconds, 0 for blocks. Objectives: 0 for none.
+# KEEPS_FORECAST: 1 if requests of this router usually cost milliseconds. HAS_CREDITS: 1 if any of
+# the three settings after it differs from its default. IS_ADJUSTED: 1 if the request at hand has
+# FACTORS, float64[ranks], of its costs, and a BONUS, float64[ranks], in blocks.
 (
     BLOCK_SIZE, COST_IN_MS, OVERLAP_WEIGHT, TEMPERATURE, EXPECTED_TTL_S, USES_EVENTS,
-    TTFT_OBJECTIVE_MS, ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, NUM_SETTINGS,
-) = range(11)  # fmt: skip
+    TTFT_OBJECTIVE_MS, ITL_OBJECTIVE_MS, MAX_EXPECTED, MAX_MORE_EXPIRED, KEEPS_FORECAST,
+    HAS_CREDITS, DEVICE_CREDIT, CREDIT_DECAY, REQUEST_WEIGHT, IS_ADJUSTED, NUM_SETTINGS,
+) = range(17)  # fmt: skip
 
 # A rank that cannot meet an objective comes after all that can: it costs so much more.
 LAST_RESORT = 1e12
@@ -143,7 +149,7 @@ def _fill_times(request: Request, candidates: I64, fleet: Fleet, held: I64, bund
     common = np.inf
     confidences = f64_of(u64_of(bundle, INDEX), matching.CREDITS)[prefix_lengths.NUM_MASKS :]
     settings = f64_of(bundle, SETTINGS)
-    has_forecast, has_events = settings[COST_IN_MS] > 0, settings[USES_EVENTS] > 0
+    has_forecast, has_events = settings[KEEPS_FORECAST] > 0, settings[USES_EVENTS] > 0
     for i in range(len(candidates)):
         rank = candidates[i]
         at = index_ranks[rank]
@@ -163,20 +169,85 @@ def _fill_times(request: Request, candidates: I64, fleet: Fleet, held: I64, bund
 
 
 @inlined
+def _fewest_prefill_tokens(candidates: I64, ranks: F64) -> float:
+    fewest = np.inf
+    for i in range(len(candidates)):
+        fewest = min(fewest, of(ranks, candidates[i], costing.PREFILL_TOKENS))
+    return float(fewest)
+
+
+@inlined
+def _lost_credit(
+    prompt: Prompt, rank: Index, fewest_tokens: float, held: I64, bundle: U64
+) -> float:  # fmt: skip
+    """By how many blocks what the rank has on its device counts for less: (1 - c * f) of them, f =
+    1 / (1 + decay * blocks that it has to prefill before, beyond those of the least busy candidate
+    / blocks of the prompt). The credit and decay of Dynamo 1.6.1.
+    """
+    settings, ranks = f64_of(bundle, SETTINGS), f64_of(bundle, RANKS)
+    at = i64_of(bundle, INDEX_RANKS)[rank]
+    confidence = f64_of(u64_of(bundle, INDEX), matching.CREDITS)[prefix_lengths.NUM_MASKS + at]
+    expected = prefix_length(held, matching.DEPTH, at) - prefix_length(held, prefix_lengths.ANY, at)
+    num_blocks = expected + confidence * prefix_length(held, prefix_lengths.ON_DEVICE, at)
+    ahead = (of(ranks, rank, costing.PREFILL_TOKENS) - fewest_tokens) / prompt.block_size
+    whole = max(1.0, np.ceil(prompt.num_tokens / prompt.block_size))
+    kept = settings[DEVICE_CREDIT] / (1.0 + settings[CREDIT_DECAY] * ahead / whole)
+    return float((1.0 - kept) * num_blocks)
+
+
+@inlined
 def _fill_costs_in_blocks(request: Request, candidates: I64, held: I64, bundle: U64) -> None:
     ranks, index_ranks = f64_of(bundle, RANKS), i64_of(bundle, INDEX_RANKS)
     costs, active = f64_of(bundle, COSTS), u64_of(bundle, ACTIVE)
     credits = held[matching.CREDIT * (len(held) // matching.NUM_ROWS) :].view(np.float64)
-    weight, prompt = f64_of(bundle, SETTINGS)[OVERLAP_WEIGHT], request.prompt
+    settings, prompt = f64_of(bundle, SETTINGS), request.prompt
+    weight, has_credits = settings[OVERLAP_WEIGHT], settings[HAS_CREDITS] > 0
+    fewest = _fewest_prefill_tokens(candidates, ranks) if has_credits else 0.0
     for i in range(len(candidates)):
-        rank = candidates[i]
+        rank, lost = candidates[i], 0.0
+        if has_credits:
+            lost = _lost_credit(prompt, rank, fewest, held, bundle)
         costs[rank] = costing.blocks_cost(
             prompt.num_tokens / prompt.block_size, len(request.hashes), weight,
-            credits[index_ranks[rank]],
+            credits[index_ranks[rank]] - lost,
             of(ranks, rank, costing.PREFILL_TOKENS) / prompt.block_size,
             of(ranks, rank, costing.ACTIVE_BLOCKS),
             active_blocks.shared(active, request.hashes, rank),
         )  # fmt: skip
+        if has_credits:
+            costs[rank] += settings[REQUEST_WEIGHT] * of(ranks, rank, costing.NUM_RUNNING)
+
+
+@inlined
+def _credit_in_ms(
+    request: Request, candidates: I64, fleet: Fleet, held: I64, bundle: U64
+) -> None:  # fmt: skip
+    """The same settings in milliseconds: a block that counts for less is computed for as much."""
+    ranks, costs = f64_of(bundle, RANKS), f64_of(bundle, COSTS)
+    weight, fewest = (
+        f64_of(bundle, SETTINGS)[REQUEST_WEIGHT],
+        _fewest_prefill_tokens(candidates, ranks),
+    )
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        lost = _lost_credit(request.prompt, rank, fewest, held, bundle)
+        blocks = (1.0 + fleet.delayed) * lost + weight * of(ranks, rank, costing.NUM_RUNNING)
+        costs[rank] += fleet.block_ms * blocks
+
+
+@inlined
+def _adjust(candidates: I64, fleet: Fleet, bundle: U64) -> None:
+    """What the request says of ranks: a factor of the cost, and blocks that it is lower by. It may
+    go below zero, so that a bonus counts where nothing is left to prefill, too.
+    """
+    settings, costs = f64_of(bundle, SETTINGS), f64_of(bundle, COSTS)
+    factors, bonus = f64_of(bundle, FACTORS), f64_of(bundle, BONUS)
+    block = settings[OVERLAP_WEIGHT]
+    if settings[COST_IN_MS] > 0:
+        block = (1.0 + fleet.delayed) * fleet.block_ms
+    for i in range(len(candidates)):
+        rank = candidates[i]
+        costs[rank] = factors[rank] * costs[rank] - block * bonus[rank]
 
 
 @inlined
@@ -269,7 +340,12 @@ def fill_scores(request: Request, candidates: I64, fleet: Fleet, held: I64, bund
     _fill_times(request, candidates, fleet, held, bundle)
     if settings[COST_IN_MS] > 0:
         _encourage_copies(request, candidates, fleet, bundle)
+        if settings[HAS_CREDITS] > 0:
+            _credit_in_ms(request, candidates, fleet, held, bundle)
     else:
+        f64_of(bundle, TRAFFIC)[costing.ASKED_BLOCKS] = 0.0
         _fill_costs_in_blocks(request, candidates, held, bundle)
+    if settings[IS_ADJUSTED] > 0:
+        _adjust(candidates, fleet, bundle)
     if settings[TTFT_OBJECTIVE_MS] > 0 or settings[ITL_OBJECTIVE_MS] > 0:
         _raise_misses(request, candidates, bundle)
