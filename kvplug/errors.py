@@ -37,7 +37,13 @@ class RoutingError(KvplugError):
 
 
 class NoWorkerError(RoutingError):
-    """No worker can take the request now."""
+    """No worker can take the request now; `constraint` names what left nobody: "model", "workers",
+    "worker", "dp_rank", "required_taints", "busy", "moe_query" (kvplug/router/constraints.py).
+    """
+
+    def __init__(self, message: str, *, constraint: str = "workers") -> None:
+        super().__init__(message)
+        self.constraint = constraint
 
 
 class UnknownRequestError(RoutingError):

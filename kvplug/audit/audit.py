@@ -371,7 +371,7 @@ class Audit(RouterObserver):
         if not verdict.is_wrong:
             return False
         heard_s = self._times.heard_until(expectation.rank)
-        uses_events = self.router.config.use_kv_events
+        uses_events = self.router.config.follows_events
         if uses_events and heard_s <= expectation.answered_s + TOLERANCE_S:
             return True  # its events of that time are still under way, or it has none
         is_speculative = verdict is Verdict.WRONG_SPECULATIVE

@@ -40,7 +40,7 @@ from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.lower_tiers import LowerTiers
-from kvplug.index.prefix_query import Overlap, PrefixQuery, credits_of
+from kvplug.index.prefix_query import Overlap, PrefixQuery, TierCredits, credits_of
 from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.index.single_events import IndexParts
 from kvplug.records import Records
@@ -48,11 +48,6 @@ from kvplug.records import Records
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
-
-TIER_CREDIT = {Tier.DEVICE: 1.0, Tier.HOST: 0.75, Tier.DISK: 0.25}
-"""What a block is worth by its nearest copy; Dynamo 1.6.1 has the same defaults."""
-
-_CREDITS = [TIER_CREDIT[tier] for tier in Tier] + [0.9]  # a block in a pool
 
 
 class BlockIndex:
@@ -62,7 +57,7 @@ class BlockIndex:
     engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the size by name
         self,
         block_size: int,
         *,
@@ -70,6 +65,7 @@ class BlockIndex:
         speculative_ttl_s: float = 2.0,
         query_waiting: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+        tier_credits: TierCredits = TierCredits(),  # noqa: B008 - immutable
         annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
     ) -> None:
         """`bigrams`: of engines that key a block by its pairs of tokens (SGLang with EAGLE).
@@ -86,7 +82,7 @@ class BlockIndex:
         self.cache_groups = CacheGroups(self.numbers, self.block_store, block_size)
         self._repeated_stores = RepeatedStores()
         self.adapters, self.lower_tiers = AdapterSeeds(self.block_store), LowerTiers()
-        self._confidence: F64 = np.ones(0)
+        self._tier_credits, self._confidence = tier_credits, np.ones(0)
         self._prefix_query: PrefixQuery | None = None
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
         buffers = EventBuffers(self._version)
@@ -237,7 +233,9 @@ class BlockIndex:
         return self._prefix_query
 
     def _ask(self) -> PrefixQuery:
-        credits = credits_of(_CREDITS, self._confidence[: len(self.numbers.ranks)])
+        credits = credits_of(
+            (1.0, *self._tier_credits), self._confidence[: len(self.numbers.ranks)]
+        )
         expected = self.speculative.query_arrays
         return PrefixQuery(
             self.block_store,

@@ -5,7 +5,8 @@ In:  sequence hashes, and who is behind the holders of a block store.   Out: Ove
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,18 @@ def one_rank_per_holder(num_ranks: int) -> I64:
     return prefix_lengths.NUM_CLASSES * np.arange(max(64, num_ranks), dtype=np.int64)
 
 
-def credits_of(classes: list[float], confidence: F64) -> F64:
+class TierCredits(NamedTuple):
+    """What a block is worth by its nearest copy, if it is not on the device, where it is worth 1.
+
+    The defaults of host and disk are those of Dynamo 1.6.1. cxl: in a pool that the rank can read.
+    """
+
+    host: float = 0.75
+    disk: float = 0.25
+    cxl: float = 0.9
+
+
+def credits_of(classes: Sequence[float], confidence: F64) -> F64:
     """float64[NUM_MASKS + ranks]: what a block is worth by the classes of memory that a rank has it
     in, as a mask, and then `confidence`, float64[ranks]. A block counts by its best class.
     """

@@ -11,7 +11,9 @@ from typing import Literal, get_args
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_BLOCK_SIZE
 from kvplug.index.bounds import Bounds
+from kvplug.index.prefix_query import TierCredits
 from kvplug.setting import (
+    ABOVE_0,
     AT_LEAST_0,
     FINITE_ABOVE_0,
     SHARE,
@@ -24,13 +26,16 @@ from kvplug.setting import (
     whole,
 )
 
-Mode = Literal["kv", "round_robin"]
+Mode = Literal[
+    "kv", "random", "round_robin", "direct", "least_loaded", "power_of_two", "rendezvous_hash"
+]
 Cost = Literal["ms", "blocks"]
 
 _BLOCK_SIZE = Limits(
     f"in [1, {MAX_BLOCK_SIZE}] and a whole number",
     lambda value: value is None or 1 <= whole(value) <= MAX_BLOCK_SIZE,
 )
+_COUNT = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
 _SLO = Limits("a number above 0, or None", lambda value: value is None or finite(value) > 0)
 
 
@@ -49,7 +54,10 @@ class RouterConfig:
     )
     mode: Mode = setting(
         "kv",
-        "`kv`: by cached prefix and load; `round_robin`: in turn",
+        "`kv`: by cached prefix and load; `least_loaded`: the fewest requests in flight; "
+        "`power_of_two`: the less loaded of two drawn at random; `rendezvous_hash`: one worker for "
+        "all requests of a session; `direct`: the worker that the request names; "
+        "`round_robin`: in turn; `random` ([what each is for](routing.md#router-modes))",
         flag="--router-mode, --mode",
     )
     cost: Cost | None = setting(
@@ -70,6 +78,65 @@ class RouterConfig:
         "higher weight favours the cache (TTFT), 0 is pure load balancing",
         limits=AT_LEAST_0.or_none,
         flag="--kv-overlap-score-weight",
+    )
+    host_credit: float | None = setting(
+        None,
+        "what a block in a worker's host memory is worth, 0 to 1, a block on its device being "
+        "worth 1. By default the cost in milliseconds counts the time that loading it takes, and "
+        "the cost in blocks 0.75",
+        limits=SHARE.or_none,
+        flag="--host-credit",
+    )
+    disk_credit: float | None = setting(
+        None,
+        "the same for a block on disk; 0.25 in blocks",
+        limits=SHARE.or_none,
+        flag="--disk-credit",
+    )
+    cxl_credit: float | None = setting(
+        None,
+        "the same for a block in a CXL pool that the worker can read; 0.9 in blocks",
+        limits=SHARE.or_none,
+        flag="--cxl-credit",
+    )
+    device_credit: float = setting(
+        1.0,
+        "what a block on the device is worth, 0 to 1: below 1, load weighs more against the cache",
+        limits=SHARE,
+        flag="--device-credit",
+    )
+    device_credit_decay: float = setting(
+        0.0,
+        "how much less a block on the device is worth on a worker that has more queued prefill "
+        "than others: `device_credit` is divided by 1 + this * queued prompts of this length",
+        limits=AT_LEAST_0,
+        flag="--device-credit-decay",
+    )
+    request_weight: float = setting(
+        0.0,
+        "what each request in flight on a worker adds to its cost, in blocks",
+        limits=AT_LEAST_0,
+        flag="--request-weight",
+    )
+    moe_boost: float = setting(
+        1.0,
+        "how many blocks a block that carries the expert label of a request's `moe_query` is worth "
+        "in addition ([MoE](routing.md#moe-labels))",
+        limits=AT_LEAST_0,
+        flag="--moe-boost",
+    )
+    active_decode_blocks_threshold: float | None = setting(
+        None,
+        "a worker is busy, and gets no request, while blocks of its live requests take a larger "
+        "share of its cache than this",
+        limits=ABOVE_0.or_none,
+        flag="--active-decode-blocks-threshold",
+    )
+    active_prefill_tokens_threshold: int | None = setting(
+        None,
+        "the same while it still has to prefill more tokens than this",
+        limits=_COUNT.or_none,
+        flag="--active-prefill-tokens-threshold",
     )
     ttft_slo_ms: float | None = setting(
         None,
@@ -159,6 +226,38 @@ class RouterConfig:
         return self.overlap_score_weight is None if self.cost is None else self.cost == "ms"
 
     @property
+    def needs_index(self) -> bool:
+        """Whether prefixes count: not so for the cost in blocks with a weight of 0."""
+        return self.is_cost_in_ms or self.weight > 0
+
+    @property
+    def follows_events(self) -> bool:
+        """Whether what engines say of their caches is of any use."""
+        return self.use_kv_events and self.needs_index
+
+    @property
+    def loading_credits(self) -> tuple[float | None, float | None, float | None]:
+        """Of host memory, disk and pools, as far as they are set."""
+        return self.host_credit, self.disk_credit, self.cxl_credit
+
+    @property
+    def has_credits(self) -> bool:
+        """Whether costs have terms that they do not have by default."""
+        return (self.device_credit, self.device_credit_decay, self.request_weight) != (1.0, 0, 0)
+
+    @property
+    def has_busy_thresholds(self) -> bool:
+        """Whether a worker may be too busy for any request."""
+        thresholds = (self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
+        return thresholds != (None, None)
+
+    @property
+    def tier_credits(self) -> TierCredits:
+        """Of blocks that are not on a device, in blocks."""
+        pairs = zip(self.loading_credits, TierCredits(), strict=True)
+        return TierCredits(*(usual if given is None else given for given, usual in pairs))
+
+    @property
     def weight(self) -> float:
         """What a block to prefill costs in blocks to decode."""
         return 1.0 if self.overlap_score_weight is None else self.overlap_score_weight
@@ -171,4 +270,6 @@ class RouterConfig:
     @property
     def routed_ttl_s(self) -> float:
         """How long a routed prompt counts as cached, in the mode that is on."""
+        if not self.needs_index:
+            return 0.0
         return self.speculative_ttl_s if self.use_kv_events else self.approximate_ttl_s

@@ -8,19 +8,16 @@ account for it. A lock makes it safe to apply events in one thread and route in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
 from kvplug.errors import UnknownRequestError
 from kvplug.events import Namespace
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
-from kvplug.router.decider import (
-    NO_TOKENS,
-    Answer,
-    Decision,
-    Prompt,
-    checked_num_tokens,
-)
+from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
+from kvplug.router.options import RouteOptions, checked_num_tokens, options_of
+from kvplug.router.prompt import NO_TOKENS, Prompt
 
 
 class Router(FollowedFleet):
@@ -28,43 +25,30 @@ class Router(FollowedFleet):
     remove_worker.
     """
 
-    def route(  # noqa: PLR0913 - all but the prompt by name
+    def route(
         self,
         token_ids: TokensLike,
         *,
         request_id: str | None = None,
         namespace: Namespace = Namespace(),  # noqa: B008 - immutable
-        model: str = "",
-        workers: Collection[str] | None = None,
-        max_tokens: int | None = None,
-        reports_first_token: bool = True,
+        **options: Unpack[RouteOptions],
     ) -> Decision:
         """Choose a rank for a prompt and count the request as its load until `finish`.
 
-        `model` and `workers` narrow the choice; `max_tokens` is how long its answer may get.
-        `reports_first_token`: False if nobody will call `first_token`, as for an answer that comes
-        as a whole; the prefill then counts as done when it is predicted to be.
-        Raises NoWorkerError if nobody can take it, HashingError for token ids outside u32,
-        ConfigError for a request id that is in flight already, or a `max_tokens` below 0.
+        `options` narrow the choice, or tell more of the request: kvplug/router/options.py has them,
+        docs/api.md explains them. Raises NoWorkerError, with the constraint that left nobody, if no
+        worker can take it; HashingError for token ids outside u32; ConfigError for a request id
+        that is in flight already, and for options that make no sense.
         """
-        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
-        answer = Answer(max_tokens, reports_first_token)
-        with self._lock:
-            now_s = self._clock()
-            self.load.expire(now_s)
-            candidates = self._decider.candidates(model, workers)
-            return self._decider.decide(prompt, request_id, candidates, now_s, answer)
+        return self._route(Prompt(as_tokens(token_ids), seed_of(namespace)), request_id, options)
 
-    def route_hashed(  # noqa: PLR0913
+    def route_hashed(
         self,
         sequence_hashes: HashesLike,
         num_tokens: int,
         *,
         request_id: str | None = None,
-        model: str = "",
-        workers: Collection[str] | None = None,
-        max_tokens: int | None = None,
-        reports_first_token: bool = True,
+        **options: Unpack[RouteOptions],
     ) -> Decision:
         """As `route`, for a prompt of so many tokens whose full blocks are hashed already.
 
@@ -73,36 +57,35 @@ class Router(FollowedFleet):
         """
         num_tokens = checked_num_tokens(num_tokens, "num_tokens", "route a request")
         hashes = as_hashes(sequence_hashes)
-        prompt = Prompt(NO_TOKENS, 0, hashes, num_tokens)
-        answer = Answer(max_tokens, reports_first_token)
+        return self._route(Prompt(NO_TOKENS, 0, hashes, num_tokens), request_id, options)
+
+    def _route(self, prompt: Prompt, request_id: str | None, given: RouteOptions) -> Decision:
+        options = options_of(**given)
         with self._lock:
-            self.fleet_index.require_hashed(len(hashes), num_tokens)
+            if prompt.given is not None:
+                self.fleet_index.require_hashed(len(prompt.given), len(prompt))
             now_s = self._clock()
             self.load.expire(now_s)
-            candidates = self._decider.candidates(model, workers)
-            return self._decider.decide(prompt, request_id, candidates, now_s, answer)
+            plan = self._decider.plan(prompt, options, now_s)
+            return self._decider.decide(prompt, request_id, plan, options, now_s)
 
     def route_many(
         self,
         prompts: Sequence[TokensLike],
         *,
         namespace: Namespace = Namespace(),  # noqa: B008 - immutable
-        model: str = "",
-        workers: Collection[str] | None = None,
-        max_tokens: int | None = None,
-        reports_first_token: bool = True,
+        **options: Unpack[RouteOptions],
     ) -> list[Decision]:
         """As `route` for each, in their order; in one call of a kernel if the fleet has one index.
 
         Nothing is routed if one of them cannot be.
         """
         arrays, seed = [as_tokens(prompt) for prompt in prompts], seed_of(namespace)
-        answer = Answer(max_tokens, reports_first_token)
+        checked = options_of(**options)
         with self._lock:
             now_s = self._clock()
             self.load.expire(now_s)
-            candidates = self._decider.candidates(model, workers)
-            return self._decider.decide_many(arrays, seed, candidates, now_s, answer)
+            return self._decider.decide_many(arrays, seed, checked, now_s)
 
     def first_token(self, request_id: str) -> None:
         """The prefill is done: its tokens no longer weigh on the rank, whose speed is learnt."""

@@ -8,10 +8,10 @@ they are in several, each is asked, and the picked one told.
 
 from __future__ import annotations
 
-import math
 import random
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any, Final, NamedTuple, assert_never
 
@@ -19,73 +19,32 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.errors import ConfigError, NoWorkerError
+from kvplug.errors import ConfigError
 from kvplug.events import Rank
-from kvplug.hashing import BlockHasher, Hashes, Tokens
-from kvplug.kernels import routing
+from kvplug.hashing import Hashes, Tokens
+from kvplug.kernels import costing, routing
 from kvplug.router.config import RouterConfig
+from kvplug.router.constraints import Constraints
 from kvplug.router.fleet_index import FleetIndex, IndexGroup
-from kvplug.router.group_arrays import GroupArrays
+from kvplug.router.group_arrays import Adjustment, GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
-from kvplug.router.policies import RoundRobin, pick_cheapest, pick_softmax
-from kvplug.setting import finite, shown, whole
+from kvplug.router.moe import aligned_blocks
+from kvplug.router.options import RequestOptions
+from kvplug.router.policies import (
+    RendezvousHash,
+    RoundRobin,
+    pick_cheapest,
+    pick_of_two,
+    pick_random,
+    pick_softmax,
+)
+from kvplug.router.prompt import NO_TOKENS, Prompt
+from kvplug.setting import shown
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
-NO_TOKENS: Tokens = np.empty(0, dtype=np.uint32)
-
-MAX_TOKENS: Final = 10_000_000
-"""Of a prompt or an answer: far more than any engine takes, and what the fitted models can bear."""
-
-_MAX_REMEMBERED: Final = 256
-
-
-def checked_num_tokens(
-    value: object, name: str, attempt: str, most: float = float(MAX_TOKENS)
-) -> int:
-    """A number of tokens that a caller gave; ConfigError if it cannot be one."""
-    number = whole(value)
-    if not 0 <= finite(number) <= most:
-        bounds = f"0 to {most:,.0f}" if math.isfinite(most) else "0 or more"
-        expected = f"expected {name} to be a whole number of tokens, {bounds}"
-        raise ConfigError(f"cannot {attempt}: {expected}, got {shown(value)}")
-    return int(number)
-
-
-class Prompt:
-    """What a request asks to be prefilled: len(prompt) tokens, and their hashes if no kernel
-    computes them.
-    """
-
-    __slots__ = ("_given", "_hashes", "_num_tokens", "seed", "tokens")
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        namespace_seed: int,
-        hashes: Hashes | None = None,
-        num_tokens: int | None = None,
-    ) -> None:
-        """`hashes` of `num_tokens` tokens, which then need not be given."""
-        self.tokens, self.seed, self._given = tokens, namespace_seed, hashes
-        self._num_tokens = len(tokens) if num_tokens is None else num_tokens
-        self._hashes: dict[tuple[int, int], Hashes] = {}
-
-    def __len__(self) -> int:
-        return self._num_tokens
-
-    def known_hashes(self, hasher: BlockHasher) -> Hashes | None:
-        """uint64[hasher.num_blocks(len(self))]; None if the routing kernel computes them."""
-        if self._given is not None:
-            return self._given
-        if hasher.window == hasher.block_size:
-            return None
-        asked = hasher.block_size, hasher.window
-        hashes = self._hashes.get(asked)
-        if hashes is None:
-            hashes = self._hashes[asked] = hasher.sequence_hashes(self.tokens, self.seed)
-        return hashes
+_AS_USUAL: Final = nullcontext()
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,58 +66,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ttft_ms: float
 
 
-class Answer(NamedTuple):
-    """What the caller says of the answer: how long it may get, whether `first_token` will be called
-    when its first token comes.
-    """
+class Plan(NamedTuple):
+    """Of a request: who may take it, and what it says of them, if anything."""
 
-    max_tokens: int | None = None
-    reports_first_token: bool = True
-
-    @property
-    def limit(self) -> float:
-        """Tokens at most; ConfigError if that is no number of tokens."""
-        if self.max_tokens is None:
-            return math.inf
-        limit = checked_num_tokens(self.max_tokens, "max_tokens", "route a request", math.inf)
-        return float(min(limit, MAX_TOKENS))
-
-
-class _Candidates:
-    """Who may take a request: the numbers of ranks, remembered by what narrows the choice.
-
-    Call `clear` when the fleet has changed.
-    """
-
-    def __init__(self, fleet_index: FleetIndex) -> None:
-        self._fleet_index = fleet_index
-        self._known: dict[tuple[str, frozenset[str] | None], I64] = {}
-
-    def clear(self) -> None:
-        """Somebody came or went, or has another model."""
-        self._known.clear()
-
-    def of(self, model: str, workers: Collection[str] | None) -> I64:
-        """int64[n]: ranks of these workers that have the model; "" and None leave the choice."""
-        asked = model, None if workers is None else frozenset(workers)
-        numbers = self._known.get(asked)
-        if numbers is None:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            numbers = self._known[asked] = self._find(model, asked[1])
-        return numbers
-
-    def _find(self, model: str, workers: frozenset[str] | None) -> I64:
-        allowed: Collection[str] | None = workers
-        if model:
-            allowed = self._fleet_index.workers_with(model, workers)
-        ranks = enumerate(self._fleet_index.numbers.ranks)
-        numbers = [
-            number
-            for number, rank in ranks
-            if rank is not None and (allowed is None or rank.worker in allowed)
-        ]
-        return np.array(numbers, dtype=np.int64)
+    candidates: I64
+    adjustment: Adjustment | None = None
 
 
 class _Requests(msgspec.Struct, gc=False):
@@ -171,7 +83,7 @@ class _Requests(msgspec.Struct, gc=False):
 
 
 class Decider:
-    """candidates, then decide or decide_many; fleet_changed. Not thread-safe.
+    """plan, then decide, or decide_many; fleet_changed. Not thread-safe.
 
     `on_decision` is called with each decision and its request as soon as they are made.
     """
@@ -185,8 +97,9 @@ class Decider:
     ) -> None:
         self._config, self._fleet_index, self._load = config, fleet_index, load
         self._random = random_ or random.Random()
-        self._candidates = _Candidates(fleet_index)
-        self._round_robin = RoundRobin()
+        self._temperature = config.temperature
+        self._constraints = Constraints(config, fleet_index, load)
+        self._round_robin, self._rendezvous = RoundRobin(), RendezvousHash()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
         self._row: F64 = np.zeros(routing.REQUEST_WIDTH)
         self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
@@ -194,64 +107,119 @@ class Decider:
 
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
-        self._candidates.clear()
+        self._constraints.clear()
+        self._rendezvous.fleet_changed(self._fleet_index.numbers.ranks)
         groups = self._fleet_index.groups
         self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in groups}
         self._load.reserve(len(self._fleet_index.numbers.ranks))
 
-    def candidates(self, model: str, workers: Collection[str] | None) -> I64:
-        """Numbers of the ranks that can take a request; NoWorkerError if there are none."""
-        if isinstance(workers, str):  # a collection of letters, which are workers of nobody
-            raise ConfigError(f"workers must be a collection of names, got {shown(workers)}")
-        candidates = self._candidates.of(model, workers)
-        if not len(candidates):
-            ranks = self._fleet_index.numbers.ranks
-            known = ", ".join(str(rank) for rank in ranks if rank is not None) or "none"
-            what = f"model {model!r}" if model else "the request"
-            raise NoWorkerError(f"no worker can take {what}; known workers: {known}")
-        return candidates
+    def plan(self, prompt: Prompt, options: RequestOptions, now_s: float) -> Plan:
+        """Who may take a request; NoWorkerError names the constraint that leaves nobody."""
+        candidates = self._constraints.candidates(options)
+        override, factors = options.override, self._constraints.factors(options.preferred_taints)
+        if override is None:
+            adjustment = None if factors is None else Adjustment(factors=factors)
+            return Plan(candidates, adjustment)
+        if not self._config.needs_index and (override.overlap_score_weight or override.moe_query):
+            raise ConfigError(
+                f"cannot route a request with {shown(override)}: expected a router with an "
+                "overlap_score_weight above 0, this one has 0 and builds no index"
+            )
+        bonus: F64 | None = None
+        if (query := override.moe_query) is not None:
+            aligned = aligned_blocks(self._fleet_index, prompt, query.label, now_s)
+            bonus = np.asarray(self._config.moe_boost * aligned, dtype=np.float64)
+            if not query.fallback_to_unlabeled:
+                text = f"expected one with blocks of the prompt that are labelled {query.label}"
+                aligned_candidates = candidates[aligned[candidates] > 0]
+                candidates = self._constraints.require_left(aligned_candidates, "moe_query", text)
+        weight, temperature = override.overlap_score_weight, override.router_temperature
+        return Plan(candidates, Adjustment(weight, temperature, factors, bonus))
 
     def decide(
         self,
         prompt: Prompt,
         request_id: str | None,
-        candidates: I64,
+        plan: Plan,
+        options: RequestOptions,
         now_s: float,
-        answer: Answer,
     ) -> Decision:
         """Choose, and account; ConfigError for a request id that is in flight."""
         if request_id is None:
             request_id = self._new_id()
         elif request_id in self._load:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
-        candidates = self._left_by_mode(candidates)
+        candidates = self._left_by_mode(plan.candidates, options.session)
         groups = self._fleet_index.groups_with(candidates)
-        if len(groups) > 1:
-            return self._decide_among(groups, prompt, request_id, candidates, now_s, answer)
-        request = self._request(prompt, groups[0], now_s, answer)
-        self._call(routing.BOTH, request, groups[0], candidates)
-        return self._accept(request_id, groups[0], request.hashes, self._row, now_s, answer)
+        with self._adjusted(groups, plan.adjustment):
+            if len(groups) > 1:
+                return self._decide_among(groups, prompt, request_id, candidates, now_s, options)
+            request = self._request(prompt, groups[0], now_s, options)
+            self._call(routing.BOTH, request, groups[0], candidates)
+            return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
 
-    def _left_by_mode(self, candidates: I64) -> I64:
+    def _adjusted(
+        self, groups: tuple[IndexGroup, ...], adjustment: Adjustment | None
+    ) -> AbstractContextManager[None]:
+        """Within it costs are as the request wants them."""
+        return _AS_USUAL if adjustment is None else self._adjusting(groups, adjustment)
+
+    @contextmanager
+    def _adjusting(self, groups: tuple[IndexGroup, ...], adjustment: Adjustment) -> Iterator[None]:
+        self._temperature = self._config.temperature
+        if adjustment.temperature is not None:
+            self._temperature = adjustment.temperature
+        all_arrays = [self._arrays_of(group) for group in groups]
+        for arrays in all_arrays:
+            arrays.adjust(adjustment)
+        try:
+            yield
+        finally:
+            self._temperature = self._config.temperature
+            for arrays in all_arrays:
+                arrays.adjust(None)
+
+    def _left_by_mode(self, candidates: I64, session: str) -> I64:
         """All of them, for the kernel to pick by cost, or the one that the mode has picked."""
         match self._config.mode:
             case "kv":
                 return candidates
             case "round_robin":
-                return np.array([self._round_robin.pick(candidates)])
+                number = self._round_robin.pick(candidates)
+            case "random":
+                number = pick_random(candidates, self._random)
+            case "power_of_two":
+                number = pick_of_two(candidates, self._num_running(candidates), self._random)
+            case "rendezvous_hash" if session:
+                number = self._rendezvous.pick(candidates, session)
+            case "least_loaded" | "direct" | "rendezvous_hash":
+                number = pick_cheapest(candidates, self._num_running(candidates), self._random)
             case never:
                 assert_never(never)
+        return np.array([number])
+
+    def _num_running(self, candidates: I64) -> F64:
+        return np.asarray(self._load.ranks[candidates, costing.NUM_RUNNING])
 
     def decide_many(
-        self, prompts: list[Tokens], seed: int, candidates: I64, now_s: float,
-        answer: Answer,
-    ) -> list[Decision]:  # fmt: skip
-        """As `decide` for each, with ids of ours."""
-        groups = self._fleet_index.groups_with(candidates)
-        if self._config.mode == "kv" and len(groups) == 1 and not groups[0].index.bigrams:
-            return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, answer)
+        self, prompts: list[Tokens], seed: int, options: RequestOptions, now_s: float
+    ) -> list[Decision]:
+        """As `decide` for each, with ids of ours; nothing is decided if one cannot be."""
+        given = [Prompt(tokens, seed) for tokens in prompts]
+        has_query = options.override is not None and options.override.moe_query is not None
+        num_plans = len(given) if has_query else 1
+        first = [*given, Prompt(NO_TOKENS, seed)][:num_plans]
+        plans = [self.plan(prompt, options, now_s) for prompt in first]
+        plans += [plans[0]] * (len(given) - num_plans)
+        groups = self._fleet_index.groups_with(plans[0].candidates)
+        can_be_at_once = self._config.mode == "kv" and len(groups) == 1 and not has_query
+        if can_be_at_once and not groups[0].index.bigrams:
+            with self._adjusted(groups, plans[0].adjustment):
+                candidates = plans[0].candidates
+                return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
         return [
-            self.decide(Prompt(tokens, seed), None, candidates, now_s, answer) for tokens in prompts
+            self.decide(prompt, None, plan, options, now_s)
+            for prompt, plan in zip(given, plans, strict=True)
         ]
 
     def expire_expected(self, request: ActiveRequest, now_s: float) -> None:
@@ -277,38 +245,39 @@ class Decider:
         request_id: str,
         candidates: I64,
         now_s: float,
-        answer: Answer,
+        options: RequestOptions,
     ) -> Decision:
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
         candidates_in = {each: candidates[np.isin(candidates, each.numbers)] for each in groups}
         for group, mine in candidates_in.items():
-            requests[group] = self._request(prompt, group, now_s, answer)
+            requests[group] = self._request(prompt, group, now_s, options)
             # Before anything is scored: arrays that grow lose their scores.
             self._make_room(group, mine, len(requests[group].hashes))
         for group, mine in candidates_in.items():
             self._call(routing.SCORE, requests[group], group, mine)
-            unit = 1 if self._config.is_cost_in_ms else group.block_size  # else in tokens
-            costs[mine] = self._arrays_of(group).costs[mine] * unit
+            arrays = self._arrays_of(group)
+            unit = 1 if arrays.is_cost_in_ms else group.block_size  # else in tokens
+            costs[mine] = arrays.costs[mine] * unit
         number = self._pick(candidates, costs[candidates])
         group = self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
         chosen = requests[group]
         self._call(routing.ACCOUNT, chosen, group, np.array([number]))
-        return self._accept(request_id, group, chosen.hashes, self._row, now_s, answer)
+        return self._accept(request_id, group, chosen.hashes, self._row, now_s, options)
 
     def _pick(self, candidates: I64, costs: F64) -> int:
-        if self._config.temperature > 0:
-            return pick_softmax(candidates, costs, self._config.temperature, self._random)
+        if self._temperature > 0:
+            return pick_softmax(candidates, costs, self._temperature, self._random)
         return pick_cheapest(candidates, costs, self._random)
 
     def _request(
-        self, prompt: Prompt, group: IndexGroup, now_s: float, answer: Answer
+        self, prompt: Prompt, group: IndexGroup, now_s: float, options: RequestOptions
     ) -> _Requests:
         """One request, in `_row`, whose hashes the kernel computes unless they are known."""
         hashes, tokens, row = prompt.known_hashes(group.index.hasher), NO_TOKENS, self._row
         if hashes is None:
             hashes, tokens = np.empty(len(prompt) // group.block_size, np.uint64), prompt.tokens
         row[routing.NUM_TOKENS], row[routing.NOW_S] = len(prompt), now_s
-        row[routing.MAX_ANSWER_TOKENS] = answer.limit
+        row[routing.MAX_ANSWER_TOKENS] = options.max_answer_tokens
         return _Requests(tokens, prompt.seed, hashes, row)
 
     def _call(self, stages: int, request: _Requests, group: IndexGroup, candidates: I64) -> None:
@@ -332,7 +301,7 @@ class Decider:
 
     def _decide_at_once(
         self, prompts: list[Tokens], seed: int, candidates: I64, group: IndexGroup, now_s: float,
-        answer: Answer,
+        options: RequestOptions,
     ) -> list[Decision]:  # fmt: skip
         lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
         tokens = np.concatenate([NO_TOKENS, *prompts])
@@ -340,7 +309,7 @@ class Decider:
         hashes = np.empty(int(hash_ends[-1]) if prompts else 0, dtype=np.uint64)
         rows, done = np.zeros((len(prompts), routing.REQUEST_WIDTH)), 0
         rows[:, routing.NUM_TOKENS], rows[:, routing.NOW_S] = lengths, now_s
-        rows[:, routing.MAX_ANSWER_TOKENS] = answer.limit
+        rows[:, routing.MAX_ANSWER_TOKENS] = options.max_answer_tokens
         decisions: list[Decision] = []
         while done < len(prompts):
             first, first_hash = (int(e[done - 1]) if done else 0 for e in (ends, hash_ends))
@@ -349,20 +318,20 @@ class Decider:
             for row in rows[len(decisions) : done]:
                 at = len(decisions)
                 mine = hashes[int(hash_ends[at - 1]) if at else 0 : int(hash_ends[at])]
-                decisions.append(self._accept(self._new_id(), group, mine, row, now_s, answer))
+                decisions.append(self._accept(self._new_id(), group, mine, row, now_s, options))
             if done < len(prompts):
                 self._make_room(group, candidates, len(prompts[done]) // group.block_size)
         return decisions
 
     def _accept(
         self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
-        answer: Answer,
+        options: RequestOptions,
     ) -> Decision:  # fmt: skip
         _, _, _, number, cost, depth, own_ms, *prefill = row.tolist()
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
-        presumed_s = None if answer.reports_first_token else now_s + own_ms / 1e3
+        presumed_s = None if options.reports_first_token else now_s + own_ms / 1e3
         self._load.start(request_id, request, presumed_s)
         decision = Decision(
             request_id=request_id,

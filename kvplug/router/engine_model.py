@@ -31,8 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError
-from kvplug.events import Tier
-from kvplug.index.block_index import TIER_CREDIT
+from kvplug.index.prefix_query import TierCredits
 from kvplug.setting import finite
 
 F64 = npt.NDArray[np.float64]
@@ -51,7 +50,7 @@ _MIN_TOKEN_MS: Final = 1e-4
 # tokens, of so many observations on: if recomputing seemed free, nothing would stay cached.
 _LEAST_SHARE, _LEAST_OBSERVATIONS = 0.25, 8
 # Of the time to compute a token: to load one from the host, from disk, from a pool.
-_LOADING: Final = np.array([1 - TIER_CREDIT[Tier.HOST], 1 - TIER_CREDIT[Tier.DISK], 0.1])
+_LOADING: Final = 1 - np.array(TierCredits())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

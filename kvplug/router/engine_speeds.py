@@ -7,7 +7,7 @@ Out: the columns of the load that kernels/costing.py reads, and how good the fit
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from kvplug.router.load import ActiveLoad, ActiveRequest
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
+_LOADING_COLUMNS: Final = (costing.HOST_MS, costing.DISK_MS, costing.POOL_MS)
 _MIN_PAUSE_S = 0.005  # between two fits: one takes 100 us
 
 
@@ -46,8 +47,16 @@ class ModelQuality(NamedTuple):
 class EngineSpeeds:
     """give; learn_first_token, learn_answer; model_of, quality_of."""
 
-    def __init__(self, fleet_index: FleetIndex, load: ActiveLoad) -> None:
-        self._fleet_index, self._load = fleet_index, load
+    def __init__(
+        self,
+        fleet_index: FleetIndex,
+        load: ActiveLoad,
+        credits: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> None:
+        """`credits`: of a token in host memory, on disk, in a pool, if somebody has set them: to
+        load it takes the rest of the time to compute it, whatever is measured.
+        """
+        self._fleet_index, self._load, self._credits = fleet_index, load, credits
         self._fits: defaultdict[IndexGroup, FleetFit] = defaultdict(lambda: FleetFit(EngineModel()))
         self._given: dict[int, EngineModel] = {}
         self._factors: F64 = np.ones((2, 0))
@@ -57,6 +66,7 @@ class EngineSpeeds:
         """The rank is so fast; nothing is learnt of it from now on."""
         self._given[number] = model
         self._rows[number] = model.row
+        self._apply_credits()
 
     def forget(self, number: int) -> None:
         """The rank is gone."""
@@ -153,6 +163,13 @@ class EngineSpeeds:
         self._rows[numbers] = self._fits[group].rows(*self._factors[:, numbers])
         for number, model in self._given.items():
             self._rows[number] = model.row
+        self._apply_credits()
+
+    def _apply_credits(self) -> None:
+        ranks = self._load.ranks
+        for column, credit in zip(_LOADING_COLUMNS, self._credits, strict=True):
+            if credit is not None:
+                ranks[:, column] = (1.0 - credit) * ranks[:, costing.TOKEN_MS]
 
 
 def _work_of(request: ActiveRequest) -> Work:

@@ -33,6 +33,7 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.prefix_query import TierCredits
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
 from kvplug.setting import shown, whole
@@ -88,11 +89,14 @@ class IndexGroup:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker: what is known of it, the group of its ranks, and which ranks hold blocks."""
+    """A worker: what is known of it, the group of its ranks, its taints, and which ranks hold
+    blocks.
+    """
 
     model: str
     block_size: int | None
     group: IndexGroup
+    taints: frozenset[str] = frozenset()
     ranks: list[Rank] = field(default_factory=list)
     holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
 
@@ -112,12 +116,13 @@ class FleetIndex:
         speculative_ttl_s: float,
         query_waiting: Flag | None = None,
         bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+        tier_credits: TierCredits = TierCredits(),  # noqa: B008 - immutable
     ) -> None:
         self.block_size = block_size
         self.numbers = HolderNumbers()
         self.groups: tuple[IndexGroup, ...] = ()
         self._speculative_ttl_s, self._query_waiting = speculative_ttl_s, query_waiting
-        self._bounds = bounds
+        self._bounds, self._tier_credits = bounds, tier_credits
         self._members: dict[str, _Member] = {}
         self._confidence: dict[Rank, float] = {}
         self._num_recomputed: dict[Rank, int] = {}
@@ -245,6 +250,14 @@ class FleetIndex:
         index = self.group_of(rank).index
         return index.cache_groups.num_recomputed(index.numbers.number_of(rank))
 
+    def set_taints(self, worker: str, taints: frozenset[str]) -> None:
+        """The worker has these taints, and no others."""
+        self._members[worker].taints = taints
+
+    def taints_of(self, worker: str) -> frozenset[str]:
+        """The taints that the worker was added with."""
+        return self._members[worker].taints
+
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """The workers that have this model; a worker without a model counts for any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}
@@ -359,6 +372,7 @@ class FleetIndex:
             speculative_ttl_s=self._speculative_ttl_s,
             query_waiting=self._query_waiting,
             bounds=self._bounds,
+            tier_credits=self._tier_credits,
         )
 
     def _members_of(self, group: IndexGroup) -> list[_Member]:

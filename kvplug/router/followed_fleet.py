@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
+from kvplug.router.constraints import checked_names
 from kvplug.router.decider import (
     Decider,
 )
@@ -69,12 +70,13 @@ class FollowedFleet:
             speculative_ttl_s=self.config.routed_ttl_s,
             query_waiting=self._lock.query_waiting,
             bounds=self.config.bounds,
+            tier_credits=self.config.tier_credits,
         )
         self.load = ActiveLoad(
             self.config.request_expiry_s, counts_sent=not self.config.use_kv_events
         )
         self.cache_sizes = CacheSizes(self.fleet_index, self.load)
-        self._speeds = EngineSpeeds(self.fleet_index, self.load)
+        self._speeds = EngineSpeeds(self.fleet_index, self.load, self.config.loading_credits)
         self._decider = Decider(self.config, self.fleet_index, self.load, random_)
         self._clock = clock
         self._observer = RouterObserver()
@@ -116,15 +118,27 @@ class FollowedFleet:
         return self.fleet_index.group_of(rank).index
 
     def add_worker(
-        self, worker: str, *, dp_size: int = 1, model: str = "", block_size: int | None = None
+        self,
+        worker: str,
+        *,
+        dp_size: int = 1,
+        model: str = "",
+        block_size: int | None = None,
+        taints: Collection[str] | None = None,
     ) -> None:
         """Route to this worker from now on; it has `dp_size` data-parallel ranks.
 
+        `taints`: names that requests may require or prefer (kvplug/router/constraints.py).
+
         Without a `block_size` of its own it has the one of the config, and without that the one of
-        the first blocks that it stores. Called again, it adds to what is known of the worker.
+        the first blocks that it stores. Called again, it adds to what is known of the worker;
+        `taints` replace those that it had.
         """
+        checked = None if taints is None else checked_names(taints, "taints")
         with self._lock.low_priority:  # not within a run of events: a worker may change its index
             self.fleet_index.add_worker(worker, dp_size, model, block_size)
+            if checked is not None:
+                self.fleet_index.set_taints(worker, checked)
             self._fleet_changed()
 
     def remove_worker(self, worker: str) -> None:
@@ -177,7 +191,14 @@ class FollowedFleet:
         return applied
 
     def require_events(self, rank: Rank) -> None:
-        """ConfigError in the approximate mode, which goes by its own decisions alone."""
+        """ConfigError in the approximate mode, which goes by its own decisions alone, and for a
+        weight of 0, with which no index is built.
+        """
+        if not self.config.needs_index:
+            raise ConfigError(
+                f"cannot apply events of {rank}: expected a router with an overlap_score_weight "
+                "above 0, this one has 0 and builds no index"
+            )
         if not self.config.use_kv_events:
             raise ConfigError(
                 f"cannot apply events of {rank}: expected a router with use_kv_events=True, "
@@ -277,7 +298,7 @@ class FollowedFleet:
     def _block_size(self) -> int | None:
         """Without events nobody would tell the block size."""
         known = self.config.block_size
-        return known if known or self.config.use_kv_events else NOMINAL_BLOCK_SIZE
+        return known if known or self.config.follows_events else NOMINAL_BLOCK_SIZE
 
     def _apply_in_slices(
         self,

@@ -6,6 +6,8 @@ In:  an IndexGroup, the load of the fleet, the configuration.   Out: the bundle,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,17 @@ F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 
 
+class Adjustment(NamedTuple):
+    """What one request wants otherwise: overlap_score_weight and temperature, as the settings, None
+    to leave them; factors, float64[ranks], of the costs; bonus, float64[ranks], in blocks.
+    """
+
+    weight: float | None = None
+    temperature: float | None = None
+    factors: F64 | None = None
+    bonus: F64 | None = None
+
+
 class GroupArrays:
     """bundle: as kernels/scoring.py has it; costs, own_ms: of the last request, by rank.
 
@@ -33,6 +46,7 @@ class GroupArrays:
         self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
         self._prefix_query: object = None
         self._seen_version = -1
+        self._adjustment: Adjustment | None = None
 
     def refresh(self, num_ranks: int) -> None:
         """Take notice of arrays that are others now; there are so many ranks in the fleet."""
@@ -46,6 +60,28 @@ class GroupArrays:
         self.traffic[costing.USUAL_CAPACITY] = self._load.usual_capacity(numbers)
         self._bundle = self._collect(num_ranks, prefix_query)
         self.bundle: U64 = self._bundle.words
+
+    @property
+    def is_cost_in_ms(self) -> bool:
+        """Whether the request at hand is costed in milliseconds."""
+        return bool(self._settings[scoring.COST_IN_MS])
+
+    def adjust(self, adjustment: Adjustment | None) -> None:
+        """From now on costs are as a request wants them; None: as configured."""
+        self._adjustment = adjustment
+        self._set_adjustment()
+
+    def _set_adjustment(self) -> None:
+        wanted, settings = self._adjustment or Adjustment(), self._settings
+        settings[scoring.COST_IN_MS] = self._config.is_cost_in_ms and wanted.weight is None
+        weight, temperature = self._config.weight, self._config.temperature
+        settings[scoring.OVERLAP_WEIGHT] = weight if wanted.weight is None else wanted.weight
+        settings[scoring.TEMPERATURE] = (
+            temperature if wanted.temperature is None else wanted.temperature
+        )
+        self._factors[:] = 1.0 if wanted.factors is None else wanted.factors
+        self._bonus[:] = 0.0 if wanted.bonus is None else wanted.bonus
+        settings[scoring.IS_ADJUSTED] = wanted.factors is not None or wanted.bonus is not None
 
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
@@ -62,12 +98,15 @@ class GroupArrays:
     def _collect(self, num_ranks: int, prefix_query: PrefixQuery) -> Bundle:
         load, expected = self._load, self._group.index.speculative
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
+        self._settings = _settings_of(self._config, self._group)
+        self._factors, self._bonus = np.ones(num_ranks), np.zeros(num_ranks)
+        self._set_adjustment()
         return Bundle(
-            _settings_of(self._config, self._group), prefix_query.bundle, prefix_query.new_rows(),
+            self._settings, prefix_query.bundle, prefix_query.new_rows(),
             load.ranks.reshape(-1), self.traffic,
             self._group.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,
-            *expected.arrays,
+            *expected.arrays, self._factors, self._bonus,
         )  # fmt: skip
 
 
@@ -75,9 +114,11 @@ def _settings_of(config: RouterConfig, group: IndexGroup) -> F64:
     # Not once for all: a group that learns its block size gets another index.
     settings, expected = np.zeros(scoring.NUM_SETTINGS), group.index.speculative
     settings[scoring.BLOCK_SIZE] = group.block_size
-    settings[scoring.COST_IN_MS] = config.is_cost_in_ms
-    settings[scoring.OVERLAP_WEIGHT] = config.weight
-    settings[scoring.TEMPERATURE] = config.temperature
+    settings[scoring.KEEPS_FORECAST] = config.is_cost_in_ms
+    settings[scoring.HAS_CREDITS] = config.has_credits
+    settings[scoring.DEVICE_CREDIT] = config.device_credit
+    settings[scoring.CREDIT_DECAY] = config.device_credit_decay
+    settings[scoring.REQUEST_WEIGHT] = config.request_weight
     settings[scoring.EXPECTED_TTL_S] = expected.ttl_s
     settings[scoring.USES_EVENTS] = config.use_kv_events
     settings[scoring.TTFT_OBJECTIVE_MS] = config.ttft_slo_ms or 0.0

@@ -1,22 +1,30 @@
-"""One rank out of the candidates: by lowest cost, by softmax, or by turns.
+"""One rank out of the candidates, for each router mode.
 
-In:  candidate rank numbers, and what they cost.   Out: one of them.
+In:  candidate rank numbers; costs, or requests in flight, or a session.   Out: one of them.
 
-In `kv` mode, where all candidates are in one index, kernels/routing.py picks, in the same ways;
-what is here picks among several indexes.
+In `kv` mode, where all candidates are in one index, kernels/routing.py picks, in the same ways as
+`pick_cheapest` and `pick_softmax`; what is here picks among several indexes.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from kvplug.events import Rank
 from kvplug.kernels.scoring import LAST_RESORT
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+U64 = npt.NDArray[np.uint64]
+
+_27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
+# splitmix64 (Steele, Lea, Flood 2014)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def pick_cheapest(candidates: I64, costs: F64, random_: random.Random) -> int:
@@ -41,6 +49,22 @@ def pick_softmax(candidates: I64, costs: F64, temperature: float, random_: rando
     return int(random_.choices(candidates.tolist(), weights.tolist())[0])
 
 
+def pick_random(candidates: I64, random_: random.Random) -> int:
+    """Any of them."""
+    return int(candidates[random_.randrange(len(candidates))])
+
+
+def pick_of_two(candidates: I64, num_running: F64, random_: random.Random) -> int:
+    """Of two candidates drawn at random, the one with fewer requests in flight (Mitzenmacher 2001).
+
+    num_running: float64[candidates].
+    """
+    if len(candidates) == 1:
+        return int(candidates[0])
+    first, second = random_.sample(range(len(candidates)), 2)
+    return int(candidates[first if num_running[first] <= num_running[second] else second])
+
+
 class RoundRobin:
     """The candidates by turns; a rank that was away just misses its turns."""
 
@@ -52,3 +76,31 @@ class RoundRobin:
         later = candidates[candidates > self._last]
         self._last = int(later.min() if len(later) else candidates.min())
         return self._last
+
+
+class RendezvousHash:
+    """The same rank for a session as long as it is a candidate; a rank that comes or goes moves
+    only the sessions that go to it (highest random weight: Thaler, Ravishankar 1998).
+    """
+
+    def __init__(self) -> None:
+        self._ranks: U64 = np.empty(0, dtype=np.uint64)
+
+    def fleet_changed(self, ranks: Sequence[Rank | None]) -> None:
+        """`ranks`, by number; None where there is none. A rank is told by its name."""
+        names = ["" if rank is None else f"{rank.worker}#{rank.dp_rank}" for rank in ranks]
+        self._ranks = np.array(
+            [xxhash.xxh3_64_intdigest(name.encode("utf-8", "surrogatepass")) for name in names],
+            dtype=np.uint64,
+        )
+
+    def pick(self, candidates: I64, session: str) -> int:
+        """The candidate whose weight for the session is highest."""
+        seed = np.uint64(xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass")))
+        return int(candidates[np.argmax(_mixed(self._ranks[candidates] ^ seed))])
+
+
+def _mixed(words: U64) -> U64:
+    words = (words ^ (words >> _30)) * _MIX_1
+    words = (words ^ (words >> _27)) * _MIX_2
+    return words ^ (words >> _31)

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from kvplug.audit.audit import Usage
-from kvplug.router.decider import MAX_TOKENS
+from kvplug.router.options import MAX_TOKENS
 
 # The chunk with the usage is the last one before [DONE]; vLLM's has about 500 bytes.
 _TAIL_BYTES = 8192

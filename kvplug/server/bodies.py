@@ -18,7 +18,7 @@ import numpy as np
 from kvplug.api_errors import ApiError
 from kvplug.events import Namespace
 from kvplug.kernels.json_items import INCOMPLETE, WORDS_PER_ITEM, find_items
-from kvplug.router.decider import MAX_TOKENS
+from kvplug.router.options import MAX_TOKENS
 
 Body = dict[str, Any]
 

@@ -89,6 +89,8 @@ class Fleet:
         """Follow all events, look at all workers once, then keep looking."""
         if self.uses_events:
             self._events.start()
+        elif not self._config.router.needs_index:
+            logger.info("weight 0: requests go by load alone, and no events are followed")
         else:
             seconds = self._config.router.approximate_ttl_s
             logger.info("approximate: what is routed counts as cached for %g s", seconds)
@@ -109,7 +111,7 @@ class Fleet:
     @property
     def uses_events(self) -> bool:
         """Whether the workers' events are followed; if not, none of them has a follower."""
-        return self._config.router.use_kv_events
+        return self._config.router.follows_events
 
     @property
     def hears_events(self) -> bool:

@@ -152,7 +152,6 @@ def test_temperature_spreads_requests():
 
 def test_weight_0_is_pure_load_balancing():
     router = make_router("a", "b", overlap_score_weight=0.0)
-    store(router, "a", PROMPT)
     router.route([9] * 64, workers=["a"])
     assert router.route(PROMPT).rank == Rank("b")
 

@@ -148,7 +148,7 @@ class Kv:
 
     def on_cache_events(self, engine: int, events: list[CacheEvent], now: float) -> None:
         """As the engine would publish them."""
-        if not self.router.config.use_kv_events:
+        if not self.router.config.follows_events:
             return
         self._now = now
         packed: list[PackedEvent] = []

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from kvplug.errors import ConfigError
-from kvplug.router.decider import MAX_TOKENS
+from kvplug.router.options import MAX_TOKENS
 from kvplug.sim.replay.workload import U64, BlockSource, Request, Workload, request_of
 
 Kind = Literal["mooncake", "log"]
