@@ -29,6 +29,7 @@ from kvplug.index.bounds import Bounds
 from kvplug.index.cache_groups import CacheGroup, GroupKind, RankGroups
 from kvplug.index.hash_table import require_sound
 from kvplug.index.lower_tiers import OffloadingRank
+from kvplug.index.prefix_query import TierCredits
 from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -132,6 +133,7 @@ def restore(
     *,
     bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     speculative_ttl_s: float = 2.0,
+    tier_credits: TierCredits = TierCredits(),  # noqa: B008 - immutable
     annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
 ) -> BlockIndex:
     """The index that was saved; SnapshotError for a file that is not whole, not ours, not sound.
@@ -148,6 +150,7 @@ def restore(
             bigrams=settings.bigrams,
             speculative_ttl_s=speculative_ttl_s,
             bounds=bounds,
+            tier_credits=tier_credits,
             annotations=annotations,
         )
         _fill(index, settings, file.arrays)

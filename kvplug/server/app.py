@@ -29,12 +29,14 @@ from kvplug.server.metrics import Metrics
 from kvplug.server.model_cards import Served
 from kvplug.server.prompts import Prompts
 from kvplug.server.proxy import Forward, Proxy
+from kvplug.server.sessions import session_of
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHAT = "/v1/chat/completions"
+_WORKER_HEADER = "x-kvplug-worker"  # of --router-mode direct: the URL of a worker
 
 
 class Api:
@@ -52,6 +54,8 @@ class Api:
         self._fleet, self._proxy, self._prompts = fleet, proxy, prompts
         self._client_timeout_s = config.client_timeout_s
         self._max_body_bytes = config.max_body_bytes
+        self._uses_sessions = config.router.mode == "rendezvous_hash"
+        self._is_direct = config.router.mode == "direct"
         self._metrics, self._health = metrics, health
         self._started_s = int(time.time())
         self.application = web.Application(middlewares=[_errors_in_openai_form])
@@ -84,6 +88,8 @@ class Api:
             max_tokens=max_tokens_of(body, is_chat=is_chat),
             streams=body.get("stream") is True,
             unauditable=unauditable(body),
+            session=session_of(request.headers, body, raw) if self._uses_sessions else "",
+            worker=request.headers.get(_WORKER_HEADER, "") if self._is_direct else "",
         )
         return await self._proxy.forward(request, forward)
 

@@ -39,7 +39,8 @@ class Forward(NamedTuple):
     """What to send on: the raw body, and what the router knows of it.
 
     max_tokens: how long the answer may get; streams: whether it comes token by token.
-    unauditable: why the answer's usage would not tell about the prefix, or None.
+    unauditable: why the answer's usage would not tell about the prefix, or None. session, worker:
+    what the request belongs to, and the only worker that it may go to, if the mode asks for it.
     """
 
     model: str
@@ -49,6 +50,8 @@ class Forward(NamedTuple):
     max_tokens: int | None
     streams: bool
     unauditable: str | None
+    session: str = ""
+    worker: str = ""
 
 
 @dataclass(slots=True)
@@ -129,10 +132,11 @@ class Proxy:
                 workers=workers,
                 max_tokens=forward.max_tokens,
                 reports_first_token=forward.streams,
+                session=forward.session,
+                worker=forward.worker,
             )
         except NoWorkerError as error:
-            message = f"no worker that serves model {forward.model!r} can be reached now"
-            raise ApiError(503, message, code="no_worker") from error
+            raise _api_error_of(error, forward) from error
         reason = "no_token_ids" if forward.tokens is None else forward.unauditable
         if reason is not None:
             self._audit.exclude(decision, reason)
@@ -214,3 +218,15 @@ class Proxy:
             self._router.finish(request_id, exchange.num_tokens)
         except UnknownRequestError:
             logger.debug("request %s had expired", request_id)
+
+
+def _api_error_of(error: NoWorkerError, forward: Forward) -> ApiError:
+    """In the words of a client, who need not know all workers."""
+    serves = f"serves model {forward.model!r}"
+    match error.constraint:
+        case "busy":
+            return ApiError(503, f"every worker that {serves} is busy", code="busy")
+        case "worker":
+            message = f"worker {forward.worker!r} is none that {serves} and can be reached now"
+            return ApiError(503, message, code="no_worker")
+    return ApiError(503, f"no worker that {serves} can be reached now", code="no_worker")

@@ -50,6 +50,11 @@ settings = st.fixed_dictionaries(
         "cost": st.sampled_from(["ms", "ms", "blocks"]),
         "ttft_slo_ms": st.sampled_from([None, None, 20.0]),
         "itl_slo_ms": st.sampled_from([None, None, 30.0]),
+        "host_credit": st.sampled_from([None, None, 0.5]),
+        "disk_credit": st.sampled_from([None, None, 0.0]),
+        "device_credit": st.sampled_from([1.0, 1.0, 0.8]),
+        "device_credit_decay": st.sampled_from([0.0, 0.0, 0.5]),
+        "request_weight": st.sampled_from([0.0, 0.0, 3.0]),
     }
 )
 capacities = st.tuples(*(st.sampled_from([0, 6, 20, 100]) for _ in WORKERS))
@@ -87,14 +92,26 @@ class ReferenceRouter:
                     could_win = SHARE_OF_POPULAR * costs[r] < best
                     if found[r][0] < found[best_at][0] and could_win:
                         costs[r] = cheap + SHARE_OF_POPULAR * (costs[r] - cheap)
+            waits = references.waits_ms(ranks, now_ms)
+            fleet = references.fleet_of(ranks, traffic, now_ms, waits, num_blocks, SIZE, answer)
+            block_ms = SIZE * sum(r["token_ms"] for r in ranks) / len(ranks)
+            for r, lost in enumerate(self.lost_credit(tokens, hashes)):
+                blocks = (1 + fleet["behind"]) * lost
+                blocks += self.config.request_weight * ranks[r]["num_running"]
+                costs[r] += block_ms * blocks
         else:
             overlap = self.router.index.overlap(hashes, now_ms / 1e3)
             costs = references.blocks_cost(
-                len(tokens) / SIZE, num_blocks, 1.0, overlap.credit,
+                len(tokens) / SIZE, num_blocks, 1.0,
+                overlap.credit - self.lost_credit(tokens, hashes),
                 [r["prefill_tokens"] / SIZE for r in ranks],
                 [r["active_blocks"] for r in ranks],
                 [self.shared(hashes, r) for r in range(len(ranks))],
             )  # fmt: skip
+            costs = [
+                cost + self.config.request_weight * rank["num_running"]
+                for cost, rank in zip(costs, ranks, strict=True)
+            ]
         for r, (own, _) in enumerate(times):
             rank = ranks[r]
             between = rank["step_ms"] + rank["sequence_ms"] * (rank["num_running"] + 1)
@@ -102,6 +119,13 @@ class ReferenceRouter:
             costs[r] += 1e12 * (own > (self.config.ttft_slo_ms or math.inf))
             costs[r] += 1e12 * (between > (self.config.itl_slo_ms or math.inf))
         return costs, found
+
+    def lost_credit(self, tokens, hashes):
+        """By how many blocks what each rank has on its device counts for less."""
+        queued = np.array([rank["prefill_tokens"] for rank in self.ranks])
+        prompts_ahead = (queued - queued.min()) / SIZE / max(1, math.ceil(len(tokens) / SIZE))
+        decay = 1 / (1 + self.config.device_credit_decay * prompts_ahead)
+        return (1 - self.config.device_credit * decay) * self.router.index.overlap(hashes).device
 
     def found(self, hashes, ranks, traffic):
         overlap = self.router.index.overlap(hashes, 0.0)

@@ -158,7 +158,7 @@ def test_each_model_has_an_index_and_the_same_engine_hashes_do_no_harm():
     assert len(router.index_of(Rank("gemma"))) == 2
     with pytest.raises(ConfigError, match="several indexes"):
         _ = router.index
-    with pytest.raises(NoWorkerError, match="no worker can take model 'mistral'; known"):
+    with pytest.raises(NoWorkerError, match="expected one that serves model 'mistral'; known"):
         router.route(PROMPT, model="mistral")
     check(router)
 
