@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvplug.router.core import Router
     from kvplug.router.decider import Decision
     from kvplug.router.engine_model import EngineModel
+    from kvplug.router.options import MoeQuery, RouterConfigOverride
 
 __all__ = [
     "AllBlocksCleared",
@@ -44,10 +45,12 @@ __all__ = [
     "EngineModel",
     "EventBatch",
     "KvplugError",
+    "MoeQuery",
     "Namespace",
     "Rank",
     "Router",
     "RouterConfig",
+    "RouterConfigOverride",
     "Tier",
     "__version__",
 ]
@@ -61,10 +64,12 @@ _HOME_OF = {
     "EngineModel": "kvplug.router.engine_model",
     "EventBatch": "kvplug.events",
     "KvplugError": "kvplug.errors",
+    "MoeQuery": "kvplug.router.options",
     "Namespace": "kvplug.events",
     "Rank": "kvplug.events",
     "Router": "kvplug.router.core",
     "RouterConfig": "kvplug.router.config",
+    "RouterConfigOverride": "kvplug.router.options",
     "Tier": "kvplug.events",
 }
 

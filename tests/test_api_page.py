@@ -10,6 +10,7 @@ import kvplug
 from kvplug import BlockIndex, Namespace, Rank, Router, Tier, errors
 from kvplug.index.prefix_query import Overlap
 from kvplug.ingest.event_thread import EventThread
+from kvplug.router.options import RequestOptions, RouteOptions
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 # Their tables are complete; of other classes what a reader needs.
@@ -42,7 +43,8 @@ def rows(part, head):
 
 def shown(parameter):
     """A parameter as the page has it."""
-    name = ("*" if parameter.kind is parameter.VAR_POSITIONAL else "") + parameter.name
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    name = stars.get(parameter.kind, "") + parameter.name
     default = parameter.default
     if default is parameter.empty:
         return name
@@ -104,7 +106,9 @@ def test_attributes_of_the_page_exist(documented, part):
 
 def test_parameters_of_route_are_explained():
     names = [name.strip("`") for name, _ in rows(PAGE, "parameter")]
-    assert names == [*inspect.signature(Router.route).parameters][1:]
+    named = [*inspect.signature(Router.route).parameters][1:-1]
+    assert names == [*named, *RouteOptions.__annotations__]
+    assert [*RouteOptions.__annotations__] == [*inspect.signature(RequestOptions).parameters]
 
 
 def test_tiers_and_errors_are_complete():
