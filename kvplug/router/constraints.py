@@ -59,25 +59,30 @@ class Constraints:
 
     def __init__(self, config: RouterConfig, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._config, self._fleet_index, self._load = config, fleet_index, load
+        self._is_never_busy = not config.has_busy_thresholds
+        self._all: I64 | None = None  # of a request that demands nothing: most do
         self._candidates: dict[_Demand, I64] = {}
         self._factors: dict[frozenset[tuple[str, float]], F64] = {}
 
     def clear(self) -> None:
         """Somebody came or went, or has another model or other taints."""
+        self._all = None
         self._candidates.clear()
         self._factors.clear()
 
     def candidates(self, options: RequestOptions) -> I64:
         """int64[n], n > 0: the ranks that may take a request; NoWorkerError if there are none."""
-        demand = _NO_DEMAND if options is NO_OPTIONS else _demand_of(options)
+        if options is NO_OPTIONS and self._all is not None:
+            return self._all if self._is_never_busy else self._without_busy(self._all)
+        demand = _demand_of(options)
         numbers = self._candidates.get(demand)
         if numbers is None:
             if len(self._candidates) >= _MAX_REMEMBERED:
                 self._candidates.clear()
             numbers = self._candidates[demand] = self._find(demand)
-        if self._config.has_busy_thresholds:
-            numbers = self._without_busy(numbers)
-        return numbers
+        if options is NO_OPTIONS:
+            self._all = numbers
+        return numbers if self._is_never_busy else self._without_busy(numbers)
 
     def factors(self, preferred_taints: Mapping[str, float] | None) -> F64 | None:
         """float64[ranks], of the cost; None if a request prefers nobody."""
@@ -156,9 +161,6 @@ class Constraints:
             total = sum(weight for taint, weight in weights.items() if taint in taints)
             factors[number] = np.exp(-np.tanh(total))
         return factors
-
-
-_NO_DEMAND: Final = _Demand()
 
 
 def _demand_of(options: RequestOptions) -> _Demand:

@@ -16,7 +16,7 @@ from kvplug.events import Namespace
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
-from kvplug.router.options import RouteOptions, checked_num_tokens, options_of
+from kvplug.router.options import NO_OPTIONS, RouteOptions, checked_num_tokens, options_of
 from kvplug.router.prompt import NO_TOKENS, Prompt
 
 
@@ -60,7 +60,7 @@ class Router(FollowedFleet):
         return self._route(Prompt(NO_TOKENS, 0, hashes, num_tokens), request_id, options)
 
     def _route(self, prompt: Prompt, request_id: str | None, given: RouteOptions) -> Decision:
-        options = options_of(**given)
+        options = options_of(given) if given else NO_OPTIONS
         with self._lock:
             if prompt.given is not None:
                 self.fleet_index.require_hashed(len(prompt.given), len(prompt))
@@ -81,7 +81,7 @@ class Router(FollowedFleet):
         Nothing is routed if one of them cannot be.
         """
         arrays, seed = [as_tokens(prompt) for prompt in prompts], seed_of(namespace)
-        checked = options_of(**options)
+        checked = options_of(options)
         with self._lock:
             now_s = self._clock()
             self.load.expire(now_s)

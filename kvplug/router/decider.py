@@ -29,7 +29,7 @@ from kvplug.router.fleet_index import FleetIndex, IndexGroup
 from kvplug.router.group_arrays import Adjustment, GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.moe import aligned_blocks
-from kvplug.router.options import RequestOptions
+from kvplug.router.options import NO_OPTIONS, RequestOptions
 from kvplug.router.policies import (
     RendezvousHash,
     RoundRobin,
@@ -116,6 +116,8 @@ class Decider:
     def plan(self, prompt: Prompt, options: RequestOptions, now_s: float) -> Plan:
         """Who may take a request; NoWorkerError names the constraint that leaves nobody."""
         candidates = self._constraints.candidates(options)
+        if options is NO_OPTIONS:
+            return Plan(candidates)
         override, factors = options.override, self._constraints.factors(options.preferred_taints)
         if override is None:
             adjustment = None if factors is None else Adjustment(factors=factors)
@@ -149,14 +151,29 @@ class Decider:
             request_id = self._new_id()
         elif request_id in self._load:
             raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
-        candidates = self._left_by_mode(plan.candidates, options.session)
+        candidates, adjustment = plan
+        if self._config.mode != "kv":
+            candidates = np.array([self._pick_by_mode(candidates, options.session)])
         groups = self._fleet_index.groups_with(candidates)
-        with self._adjusted(groups, plan.adjustment):
-            if len(groups) > 1:
-                return self._decide_among(groups, prompt, request_id, candidates, now_s, options)
-            request = self._request(prompt, groups[0], now_s, options)
-            self._call(routing.BOTH, request, groups[0], candidates)
-            return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
+        if adjustment is None:
+            return self._decide(groups, prompt, request_id, candidates, now_s, options)
+        with self._adjusted(groups, adjustment):
+            return self._decide(groups, prompt, request_id, candidates, now_s, options)
+
+    def _decide(
+        self,
+        groups: tuple[IndexGroup, ...],
+        prompt: Prompt,
+        request_id: str,
+        candidates: I64,
+        now_s: float,
+        options: RequestOptions,
+    ) -> Decision:
+        if len(groups) > 1:
+            return self._decide_among(groups, prompt, request_id, candidates, now_s, options)
+        request = self._request(prompt, groups[0], now_s, options)
+        self._call(routing.BOTH, request, groups[0], candidates)
+        return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
 
     def _adjusted(
         self, groups: tuple[IndexGroup, ...], adjustment: Adjustment | None
@@ -179,24 +196,23 @@ class Decider:
             for arrays in all_arrays:
                 arrays.adjust(None)
 
-    def _left_by_mode(self, candidates: I64, session: str) -> I64:
-        """All of them, for the kernel to pick by cost, or the one that the mode has picked."""
+    def _pick_by_mode(self, candidates: I64, session: str) -> int:
+        """The number of a rank, in a mode that does not go by cost."""
         match self._config.mode:
-            case "kv":
-                return candidates
             case "round_robin":
-                number = self._round_robin.pick(candidates)
+                return self._round_robin.pick(candidates)
             case "random":
-                number = pick_random(candidates, self._random)
+                return pick_random(candidates, self._random)
             case "power_of_two":
-                number = pick_of_two(candidates, self._num_running(candidates), self._random)
+                return pick_of_two(candidates, self._num_running(candidates), self._random)
             case "rendezvous_hash" if session:
-                number = self._rendezvous.pick(candidates, session)
+                return self._rendezvous.pick(candidates, session)
             case "least_loaded" | "direct" | "rendezvous_hash":
-                number = pick_cheapest(candidates, self._num_running(candidates), self._random)
+                return pick_cheapest(candidates, self._num_running(candidates), self._random)
+            case "kv":
+                raise AssertionError("the kernel picks by cost")
             case never:
                 assert_never(never)
-        return np.array([number])
 
     def _num_running(self, candidates: I64) -> F64:
         return np.asarray(self._load.ranks[candidates, costing.NUM_RUNNING])

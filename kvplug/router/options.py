@@ -110,11 +110,11 @@ _WEIGHT = Limits("a finite number of at least 0", lambda value: finite(value) >=
 _LABEL = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
 
 
-def options_of(**given: object) -> RequestOptions:
+def options_of(given: RouteOptions) -> RequestOptions:
     """Checked but for what decider and constraints check, as that needs the fleet."""
     if not given:
         return NO_OPTIONS
-    options = RequestOptions(**given)  # type: ignore[arg-type] # checked below
+    options = RequestOptions(**given)
     _require(_NAME, model=options.model, worker=options.worker, session=options.session)
     if options.dp_rank is not None:
         _require(_DP_RANK, dp_rank=options.dp_rank)
