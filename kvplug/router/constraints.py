@@ -39,6 +39,8 @@ _MAX_REMEMBERED: Final = 256
 
 def checked_names(names: Collection[str], what: str) -> frozenset[str]:
     """A set of names; ConfigError for anything else, a single name included."""
+    if type(names) is frozenset:  # checked already, as by the standalone router for each request
+        return names
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{what} must be a collection of names, got {shown(names)}")
     return frozenset(names)
@@ -62,7 +64,7 @@ class Constraints:
         self._is_never_busy = not config.has_busy_thresholds
         self._all: I64 | None = None  # of a request that demands nothing: most do
         self._candidates: dict[_Demand, I64] = {}
-        self._factors: dict[frozenset[tuple[str, float]], F64] = {}
+        self._factors: dict[tuple[object, ...], F64] = {}
 
     def clear(self) -> None:
         """Somebody came or went, or has another model or other taints."""
@@ -88,12 +90,13 @@ class Constraints:
         """float64[ranks], of the cost; None if a request prefers nobody."""
         if not preferred_taints:
             return None
-        asked = frozenset(_checked_weights(preferred_taints).items())
-        factors = self._factors.get(asked)
+        key = _key_of(preferred_taints)
+        factors = self._factors.get(key)
         if factors is None:
+            weights = _checked_weights(preferred_taints)
             if len(self._factors) >= _MAX_REMEMBERED:
                 self._factors.clear()
-            factors = self._factors[asked] = self._find_factors(dict(asked))
+            factors = self._factors[key] = self._find_factors(weights)
         return factors
 
     def require_left(self, numbers: I64, constraint: str, demanded: str) -> I64:
@@ -144,13 +147,15 @@ class Constraints:
         return left
 
     def _without_busy(self, numbers: I64) -> I64:
-        rows, config = self._load.ranks[numbers], self._config
+        ranks, config = self._load.ranks, self._config
         is_busy = np.zeros(len(numbers), dtype=np.bool_)
         if (most := config.active_prefill_tokens_threshold) is not None:
-            is_busy |= rows[:, costing.PREFILL_TOKENS] > most
+            is_busy |= ranks[numbers, costing.PREFILL_TOKENS] > most
         if (share := config.active_decode_blocks_threshold) is not None:
-            capacity = rows[:, costing.CAPACITY_BLOCKS]
-            is_busy |= (capacity > 0) & (rows[:, costing.ACTIVE_BLOCKS] > share * capacity)
+            capacity = ranks[numbers, costing.CAPACITY_BLOCKS]
+            is_busy |= (capacity > 0) & (ranks[numbers, costing.ACTIVE_BLOCKS] > share * capacity)
+        if not is_busy.any():
+            return numbers
         text = "expected one below the busy thresholds, all that could take it are beyond them"
         return self.require_left(numbers[~is_busy], "busy", text)
 
@@ -164,14 +169,24 @@ class Constraints:
 
 
 def _demand_of(options: RequestOptions) -> _Demand:
-    workers = options.workers
+    workers, required = options.workers, options.required_taints
     return _Demand(
         options.model,
         None if workers is None else checked_names(workers, "workers"),
         options.worker,
         options.dp_rank,
-        checked_names(options.required_taints, "required_taints"),
+        checked_names(required, "required_taints") if required else frozenset(),
     )
+
+
+def _key_of(weights: Mapping[str, float]) -> tuple[object, ...]:
+    """What equal weights have in common; of what is no mapping of names, nothing is remembered."""
+    try:
+        key = tuple(weights.items())
+        hash(key)
+    except (AttributeError, TypeError):
+        return ()
+    return key
 
 
 def _checked_weights(weights: object) -> dict[str, float]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 import numpy as np
@@ -43,8 +43,6 @@ from kvplug.setting import shown
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
-
-_AS_USUAL: Final = nullcontext()
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,26 +173,20 @@ class Decider:
         self._call(routing.BOTH, request, groups[0], candidates)
         return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
 
-    def _adjusted(
-        self, groups: tuple[IndexGroup, ...], adjustment: Adjustment | None
-    ) -> AbstractContextManager[None]:
-        """Within it costs are as the request wants them."""
-        return _AS_USUAL if adjustment is None else self._adjusting(groups, adjustment)
-
     @contextmanager
-    def _adjusting(self, groups: tuple[IndexGroup, ...], adjustment: Adjustment) -> Iterator[None]:
-        self._temperature = self._config.temperature
-        if adjustment.temperature is not None:
-            self._temperature = adjustment.temperature
+    def _adjusted(self, groups: tuple[IndexGroup, ...], wanted: Adjustment) -> Iterator[None]:
+        """Within it costs are as the request wants them."""
+        if wanted.temperature is not None:
+            self._temperature = wanted.temperature
         all_arrays = [self._arrays_of(group) for group in groups]
         for arrays in all_arrays:
-            arrays.adjust(adjustment)
+            arrays.adjust(wanted)
         try:
             yield
         finally:
             self._temperature = self._config.temperature
             for arrays in all_arrays:
-                arrays.adjust(None)
+                arrays.reset()
 
     def _pick_by_mode(self, candidates: I64, session: str) -> int:
         """The number of a rank, in a mode that does not go by cost."""
@@ -215,7 +207,7 @@ class Decider:
                 assert_never(never)
 
     def _num_running(self, candidates: I64) -> F64:
-        return np.asarray(self._load.ranks[candidates, costing.NUM_RUNNING])
+        return np.asarray(self._load.ranks[:, costing.NUM_RUNNING].take(candidates))
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, options: RequestOptions, now_s: float
@@ -230,8 +222,8 @@ class Decider:
         groups = self._fleet_index.groups_with(plans[0].candidates)
         can_be_at_once = self._config.mode == "kv" and len(groups) == 1 and not has_query
         if can_be_at_once and not groups[0].index.bigrams:
-            with self._adjusted(groups, plans[0].adjustment):
-                candidates = plans[0].candidates
+            candidates, wanted = plans[0]
+            with nullcontext() if wanted is None else self._adjusted(groups, wanted):
                 return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
         return [
             self.decide(prompt, None, plan, options, now_s)

@@ -66,22 +66,29 @@ class GroupArrays:
         """Whether the request at hand is costed in milliseconds."""
         return bool(self._settings[scoring.COST_IN_MS])
 
-    def adjust(self, adjustment: Adjustment | None) -> None:
-        """From now on costs are as a request wants them; None: as configured."""
+    def adjust(self, adjustment: Adjustment) -> None:
+        """Costs are as a request wants them, until `reset`."""
         self._adjustment = adjustment
-        self._set_adjustment()
+        self._write_adjustment(adjustment)
 
-    def _set_adjustment(self) -> None:
-        wanted, settings = self._adjustment or Adjustment(), self._settings
-        settings[scoring.COST_IN_MS] = self._config.is_cost_in_ms and wanted.weight is None
-        weight, temperature = self._config.weight, self._config.temperature
-        settings[scoring.OVERLAP_WEIGHT] = weight if wanted.weight is None else wanted.weight
-        settings[scoring.TEMPERATURE] = (
-            temperature if wanted.temperature is None else wanted.temperature
-        )
-        self._factors[:] = 1.0 if wanted.factors is None else wanted.factors
-        self._bonus[:] = 0.0 if wanted.bonus is None else wanted.bonus
-        settings[scoring.IS_ADJUSTED] = wanted.factors is not None or wanted.bonus is not None
+    def reset(self) -> None:
+        """Costs are as configured again."""
+        settings, config, self._adjustment = self._settings, self._config, None
+        settings[scoring.COST_IN_MS] = config.is_cost_in_ms
+        settings[scoring.OVERLAP_WEIGHT] = config.weight
+        settings[scoring.TEMPERATURE] = config.temperature
+        settings[scoring.IS_ADJUSTED] = 0.0
+
+    def _write_adjustment(self, wanted: Adjustment) -> None:
+        settings = self._settings
+        if wanted.weight is not None:
+            settings[scoring.COST_IN_MS], settings[scoring.OVERLAP_WEIGHT] = 0.0, wanted.weight
+        if wanted.temperature is not None:
+            settings[scoring.TEMPERATURE] = wanted.temperature
+        if wanted.factors is not None or wanted.bonus is not None:
+            settings[scoring.IS_ADJUSTED] = 1.0
+            self._factors[:] = 1.0 if wanted.factors is None else wanted.factors
+            self._bonus[:] = 0.0 if wanted.bonus is None else wanted.bonus
 
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
@@ -100,7 +107,8 @@ class GroupArrays:
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         self._settings = _settings_of(self._config, self._group)
         self._factors, self._bonus = np.ones(num_ranks), np.zeros(num_ranks)
-        self._set_adjustment()
+        if self._adjustment is not None:  # an array grew on behalf of a request
+            self._write_adjustment(self._adjustment)
         return Bundle(
             self._settings, prefix_query.bundle, prefix_query.new_rows(),
             load.ranks.reshape(-1), self.traffic,
@@ -114,7 +122,11 @@ def _settings_of(config: RouterConfig, group: IndexGroup) -> F64:
     # Not once for all: a group that learns its block size gets another index.
     settings, expected = np.zeros(scoring.NUM_SETTINGS), group.index.speculative
     settings[scoring.BLOCK_SIZE] = group.block_size
-    settings[scoring.KEEPS_FORECAST] = config.is_cost_in_ms
+    settings[scoring.COST_IN_MS] = settings[scoring.KEEPS_FORECAST] = config.is_cost_in_ms
+    settings[scoring.OVERLAP_WEIGHT], settings[scoring.TEMPERATURE] = (
+        config.weight,
+        config.temperature,
+    )
     settings[scoring.HAS_CREDITS] = config.has_credits
     settings[scoring.DEVICE_CREDIT] = config.device_credit
     settings[scoring.CREDIT_DECAY] = config.device_credit_decay

@@ -82,6 +82,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Tokens at most; ConfigError if that is no number of tokens."""
         if self.max_tokens is None:
             return math.inf
+        if type(self.max_tokens) is int and 0 <= self.max_tokens <= MAX_TOKENS:  # the usual case
+            return float(self.max_tokens)
         limit = checked_num_tokens(self.max_tokens, "max_tokens", "route a request", math.inf)
         return float(min(limit, MAX_TOKENS))
 
@@ -115,7 +117,9 @@ def options_of(given: RouteOptions) -> RequestOptions:
     if not given:
         return NO_OPTIONS
     options = RequestOptions(**given)
-    _require(_NAME, model=options.model, worker=options.worker, session=options.session)
+    for name in ("model", "worker", "session"):
+        if type(getattr(options, name)) is not str:
+            _require(_NAME, **{name: getattr(options, name)})
     if options.dp_rank is not None:
         _require(_DP_RANK, dp_rank=options.dp_rank)
     _require(_SWITCH, reports_first_token=options.reports_first_token)
