@@ -246,12 +246,6 @@ class RouterConfig:
         return (self.device_credit, self.device_credit_decay, self.request_weight) != (1.0, 0, 0)
 
     @property
-    def has_busy_thresholds(self) -> bool:
-        """Whether a worker may be too busy for any request."""
-        thresholds = (self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
-        return thresholds != (None, None)
-
-    @property
     def tier_credits(self) -> TierCredits:
         """Of blocks that are not on a device, in blocks."""
         pairs = zip(self.loading_credits, TierCredits(), strict=True)

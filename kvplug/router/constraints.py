@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError, NoWorkerError
 from kvplug.events import Rank
-from kvplug.kernels import costing
+from kvplug.kernels.candidates import keep_idle
 from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.load import ActiveLoad
@@ -60,8 +60,10 @@ class Constraints:
     """candidates, factors; call `clear` when the fleet has changed. Not thread-safe."""
 
     def __init__(self, config: RouterConfig, fleet_index: FleetIndex, load: ActiveLoad) -> None:
-        self._config, self._fleet_index, self._load = config, fleet_index, load
-        self._is_never_busy = not config.has_busy_thresholds
+        self._fleet_index, self._load = fleet_index, load
+        most = (config.active_prefill_tokens_threshold, config.active_decode_blocks_threshold)
+        self._most_tokens, self._most_share = (np.inf if each is None else each for each in most)
+        self._is_never_busy = most == (None, None)
         self._all: I64 | None = None  # of a request that demands nothing: most do
         self._candidates: dict[_Demand, I64] = {}
         self._factors: dict[tuple[object, ...], F64] = {}
@@ -147,17 +149,12 @@ class Constraints:
         return left
 
     def _without_busy(self, numbers: I64) -> I64:
-        ranks, config = self._load.ranks, self._config
-        is_busy = np.zeros(len(numbers), dtype=np.bool_)
-        if (most := config.active_prefill_tokens_threshold) is not None:
-            is_busy |= ranks[numbers, costing.PREFILL_TOKENS] > most
-        if (share := config.active_decode_blocks_threshold) is not None:
-            capacity = ranks[numbers, costing.CAPACITY_BLOCKS]
-            is_busy |= (capacity > 0) & (ranks[numbers, costing.ACTIVE_BLOCKS] > share * capacity)
-        if not is_busy.any():
+        ranks, idle = self._load.ranks.reshape(-1), np.empty_like(numbers)
+        num_idle = keep_idle(numbers, ranks, self._most_tokens, self._most_share, idle)
+        if num_idle == len(numbers):
             return numbers
         text = "expected one below the busy thresholds, all that could take it are beyond them"
-        return self.require_left(numbers[~is_busy], "busy", text)
+        return self.require_left(idle[:num_idle], "busy", text)
 
     def _find_factors(self, weights: Mapping[str, float]) -> F64:
         factors = np.ones(len(self._fleet_index.numbers.ranks))

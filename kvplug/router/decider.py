@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple, assert_never
 
@@ -22,7 +21,8 @@ import numpy.typing as npt
 from kvplug.errors import ConfigError
 from kvplug.events import Rank
 from kvplug.hashing import Hashes, Tokens
-from kvplug.kernels import costing, routing
+from kvplug.kernels import routing
+from kvplug.kernels.candidates import least_loaded
 from kvplug.router.config import RouterConfig
 from kvplug.router.constraints import Constraints
 from kvplug.router.fleet_index import FleetIndex, IndexGroup
@@ -33,8 +33,8 @@ from kvplug.router.options import NO_OPTIONS, RequestOptions
 from kvplug.router.policies import (
     RendezvousHash,
     RoundRobin,
+    draw_two,
     pick_cheapest,
-    pick_of_two,
     pick_random,
     pick_softmax,
 )
@@ -155,8 +155,11 @@ class Decider:
         groups = self._fleet_index.groups_with(candidates)
         if adjustment is None:
             return self._decide(groups, prompt, request_id, candidates, now_s, options)
-        with self._adjusted(groups, adjustment):
+        self._adjust(groups, adjustment)
+        try:
             return self._decide(groups, prompt, request_id, candidates, now_s, options)
+        finally:
+            self._reset(groups)
 
     def _decide(
         self,
@@ -173,20 +176,17 @@ class Decider:
         self._call(routing.BOTH, request, groups[0], candidates)
         return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
 
-    @contextmanager
-    def _adjusted(self, groups: tuple[IndexGroup, ...], wanted: Adjustment) -> Iterator[None]:
-        """Within it costs are as the request wants them."""
+    def _adjust(self, groups: tuple[IndexGroup, ...], wanted: Adjustment) -> None:
+        """Costs are as a request wants them, until `_reset`."""
         if wanted.temperature is not None:
             self._temperature = wanted.temperature
-        all_arrays = [self._arrays_of(group) for group in groups]
-        for arrays in all_arrays:
-            arrays.adjust(wanted)
-        try:
-            yield
-        finally:
-            self._temperature = self._config.temperature
-            for arrays in all_arrays:
-                arrays.reset()
+        for group in groups:
+            self._arrays_of(group).adjust(wanted)
+
+    def _reset(self, groups: tuple[IndexGroup, ...]) -> None:
+        self._temperature = self._config.temperature
+        for group in groups:
+            self._arrays_of(group).reset()
 
     def _pick_by_mode(self, candidates: I64, session: str) -> int:
         """The number of a rank, in a mode that does not go by cost."""
@@ -196,18 +196,19 @@ class Decider:
             case "random":
                 return pick_random(candidates, self._random)
             case "power_of_two":
-                return pick_of_two(candidates, self._num_running(candidates), self._random)
+                return self._least_loaded(draw_two(candidates, self._random))
             case "rendezvous_hash" if session:
                 return self._rendezvous.pick(candidates, session)
             case "least_loaded" | "direct" | "rendezvous_hash":
-                return pick_cheapest(candidates, self._num_running(candidates), self._random)
+                return self._least_loaded(candidates)
             case "kv":
                 raise AssertionError("the kernel picks by cost")
             case never:
                 assert_never(never)
 
-    def _num_running(self, candidates: I64) -> F64:
-        return np.asarray(self._load.ranks[:, costing.NUM_RUNNING].take(candidates))
+    def _least_loaded(self, candidates: I64) -> int:
+        random_: Any = self._random.getrandbits(63)
+        return int(least_loaded(candidates, self._load.ranks.reshape(-1), random_))
 
     def decide_many(
         self, prompts: list[Tokens], seed: int, options: RequestOptions, now_s: float
@@ -223,8 +224,11 @@ class Decider:
         can_be_at_once = self._config.mode == "kv" and len(groups) == 1 and not has_query
         if can_be_at_once and not groups[0].index.bigrams:
             candidates, wanted = plans[0]
-            with nullcontext() if wanted is None else self._adjusted(groups, wanted):
+            self._adjust(groups, wanted or Adjustment())
+            try:
                 return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
+            finally:
+                self._reset(groups)
         return [
             self.decide(prompt, None, plan, options, now_s)
             for prompt, plan in zip(given, plans, strict=True)

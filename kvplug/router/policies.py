@@ -54,15 +54,13 @@ def pick_random(candidates: I64, random_: random.Random) -> int:
     return int(candidates[random_.randrange(len(candidates))])
 
 
-def pick_of_two(candidates: I64, num_running: F64, random_: random.Random) -> int:
-    """Of two candidates drawn at random, the one with fewer requests in flight (Mitzenmacher 2001).
-
-    num_running: float64[candidates].
-    """
-    if len(candidates) == 1:
-        return int(candidates[0])
-    first, second = random_.sample(range(len(candidates)), 2)
-    return int(candidates[first if num_running[first] <= num_running[second] else second])
+def draw_two(candidates: I64, random_: random.Random) -> I64:
+    """Two different candidates at random, all if there are no more (Mitzenmacher 2001)."""
+    if len(candidates) <= 2:
+        return candidates
+    first = random_.randrange(len(candidates))
+    second = random_.randrange(len(candidates) - 1)
+    return candidates[[first, second + (second >= first)]]
 
 
 class RoundRobin:
@@ -72,9 +70,9 @@ class RoundRobin:
         self._last = -1
 
     def pick(self, candidates: I64) -> int:
-        """The candidate after the one picked last, by rank number."""
-        later = candidates[candidates > self._last]
-        self._last = int(later.min() if len(later) else candidates.min())
+        """The candidate after the one picked last; their numbers rise."""
+        following = int(np.searchsorted(candidates, self._last, side="right"))
+        self._last = int(candidates[following if following < len(candidates) else 0])
         return self._last
 
 

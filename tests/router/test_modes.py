@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug import Rank, Router, RouterConfig
-from kvplug.router.policies import pick_of_two
+from kvplug.router.policies import draw_two
 from tests.router.test_core import Clock
 
 PROMPT = list(range(64))
@@ -47,10 +47,11 @@ def test_power_of_two_takes_the_less_loaded_of_two():
     assert max(counts.values()) - min(counts.values()) < 20  # at random it would be about 40
 
 
-@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 99))
-def test_of_two_candidates_the_less_loaded_is_picked(first, second, seed):
-    number = pick_of_two(np.array([3, 8]), np.array([first, second]) * 1.0, random.Random(seed))
-    assert first == second or number == (3 if first < second else 8)
+@given(st.lists(st.integers(0, 50), unique=True, min_size=1), st.integers(0, 99))
+def test_two_different_candidates_are_drawn_and_no_others(numbers, seed):
+    drawn = draw_two(np.array(sorted(numbers)), random.Random(seed)).tolist()
+    assert len(set(drawn)) == min(2, len(numbers))
+    assert set(drawn) <= set(numbers)
 
 
 def test_power_of_two_is_content_with_one():
