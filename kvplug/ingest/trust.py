@@ -23,6 +23,7 @@ class Trust(StrEnum):
     STALE = "stale"
     BLIND = "blind"
     APPROXIMATE = "approximate"
+    UNUSED = "unused"
 
 
 class TrustState(Struct, frozen=True):
@@ -38,6 +39,11 @@ APPROXIMATE = TrustState(
     Trust.APPROXIMATE,
     "events are not used: what was routed to it lately counts as cached",
     "none needed; start the router without --no-kv-events to go by what the engine says",
+)
+UNUSED = TrustState(
+    Trust.UNUSED,
+    "prefixes do not count with a weight of 0, so no events are followed",
+    "none needed; give --kv-overlap-score-weight a weight above 0 to go by prefixes",
 )
 NEVER_CONNECTED = TrustState(
     Trust.BLIND,

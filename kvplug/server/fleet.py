@@ -20,6 +20,7 @@ import aiohttp
 from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import APPROXIMATE, UNUSED, TrustState
 from kvplug.router.core import Router
 from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
@@ -112,6 +113,11 @@ class Fleet:
     def uses_events(self) -> bool:
         """Whether the workers' events are followed; if not, none of them has a follower."""
         return self._config.router.follows_events
+
+    @property
+    def trust_without_events(self) -> TrustState:
+        """Of every rank, if events are not used."""
+        return APPROXIMATE if self._config.router.needs_index else UNUSED
 
     @property
     def hears_events(self) -> bool:

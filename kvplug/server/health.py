@@ -16,7 +16,7 @@ from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.trust import APPROXIMATE, TrustState
+from kvplug.ingest.trust import TrustState
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
@@ -66,7 +66,7 @@ class Health:
     def _events(self, rank: Rank) -> dict[str, Any] | None:
         """None if the rank publishes none, though they would be used."""
         if not self._fleet.uses_events:
-            return {"endpoint": None, "connected": False} | _trust(APPROXIMATE)
+            return {"endpoint": None, "connected": False} | _trust(self._fleet.trust_without_events)
         follower = self._fleet.follower_of(rank)
         endpoint = self._fleet.events_endpoint_of(rank)
         return None if follower is None else _of_stream(follower, endpoint)

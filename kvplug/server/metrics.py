@@ -201,7 +201,7 @@ class _Readings(Collector):
                 skipped.add_metric([name, reason], count)
         if not self._fleet.uses_events:
             for name, _ in ranks:
-                _add_levels(trust, name, Trust.APPROXIMATE)
+                _add_levels(trust, name, self._fleet.trust_without_events.level)
         yield from (connected, trust, skipped)
         for metric, (text, read) in _OF_FOLLOWER.items():
             family = CounterMetricFamily(metric, text, labels=["worker"])

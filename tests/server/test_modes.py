@@ -1,6 +1,11 @@
 """The router modes that need something of the request, over HTTP."""
 
-from tests.server.engine import Engine
+import aiohttp
+
+from kvplug.router.config import RouterConfig
+from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.service import RouterService
+from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing
 
 
@@ -36,3 +41,24 @@ async def test_direct_to_nobody_is_503_and_names_whom():
         status, code, message = await post_error(client, COMPLETION)
     assert (status, code) == (503, "no_worker")
     assert message.startswith("worker 'http://nobody' is none that serves")
+
+
+async def test_weight_0_follows_no_events_and_says_so():
+    async with served(Engine()) as url:
+        config = ServerConfig(
+            workers=(WorkerSpec(url=url, events="tcp://127.0.0.1:9"),),
+            port=0,
+            router=RouterConfig(overlap_score_weight=0.0),
+            grace_s=0.2,
+        )
+        async with RouterService(config) as service, aiohttp.ClientSession(service.url) as client:
+            assert await served_by(client, service) == url
+            async with client.get("/health") as response:
+                [worker] = (await response.json())["workers"]
+            events = worker["ranks"][0]["events"]
+            assert events["trust"] == "unused"
+            assert events["reason"].startswith("prefixes do not count with a weight of 0")
+            async with client.get("/metrics") as response:
+                metrics = await response.text()
+            assert f'kvplug_trust{{level="unused",worker="{url}"}} 1.0' in metrics
+            assert service.fleet.workers[url].followers == {}
