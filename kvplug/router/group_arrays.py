@@ -73,11 +73,21 @@ class GroupArrays:
 
     def reset(self) -> None:
         """Costs are as configured again."""
-        settings, config, self._adjustment = self._settings, self._config, None
-        settings[scoring.COST_IN_MS] = config.is_cost_in_ms
-        settings[scoring.OVERLAP_WEIGHT] = config.weight
-        settings[scoring.TEMPERATURE] = config.temperature
+        was, settings, config, self._adjustment = (
+            self._adjustment, self._settings, self._config, None,
+        )  # fmt: skip
+        if was is None:
+            return
         settings[scoring.IS_ADJUSTED] = 0.0
+        if was.bonus is not None:
+            self._bonus[:] = 0.0
+        if was.factors is not None:
+            self._factors[:] = 1.0
+        if was.weight is not None:
+            settings[scoring.COST_IN_MS] = config.is_cost_in_ms
+            settings[scoring.OVERLAP_WEIGHT] = config.weight
+        if was.temperature is not None:
+            settings[scoring.TEMPERATURE] = config.temperature
 
     def _write_adjustment(self, wanted: Adjustment) -> None:
         settings = self._settings
@@ -85,10 +95,12 @@ class GroupArrays:
             settings[scoring.COST_IN_MS], settings[scoring.OVERLAP_WEIGHT] = 0.0, wanted.weight
         if wanted.temperature is not None:
             settings[scoring.TEMPERATURE] = wanted.temperature
-        if wanted.factors is not None or wanted.bonus is not None:
+        if wanted.factors is not None:
             settings[scoring.IS_ADJUSTED] = 1.0
-            self._factors[:] = 1.0 if wanted.factors is None else wanted.factors
-            self._bonus[:] = 0.0 if wanted.bonus is None else wanted.bonus
+            self._factors[:] = wanted.factors
+        if wanted.bonus is not None:
+            settings[scoring.IS_ADJUSTED] = 1.0
+            self._bonus[:] = wanted.bonus
 
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""

@@ -10,7 +10,8 @@ as its binding takes nothing else. After each call, and outside of its time, the
 first token and ends. Python collects garbage as it does by default: in time, if it comes to that.
 
 Two processes take turns, one waits while the other works; rounds alternate, and a first one warms
-up. Each has one core, on which Dynamo is a little faster than on two. p50 is the median of all
+up. `features_*` are `full_*` with what a fleet may use: credits, busy thresholds, taints, a model
+(router_kvplug.py). Each has one core, on which Dynamo is a little faster than on two. p50 is of all
 calls, p99 the median of the rounds' p99; the spread is that of the rounds' medians. `kernel` is the
 median time of the one compiled call in it, in rounds of its own.
 
@@ -117,10 +118,12 @@ class Sides:
     def rounds(self, case: dict[str, Any], num_rounds: int) -> tuple[Rounds, Rounds, Rounds]:
         """Of kvplug, of its kernel, of Dynamo."""
         ours, kernel, theirs = [], [], []
+        # The peer has no such settings: it decides about the same prompts without.
+        of_peer = {**case, "what": "full"} if case["what"] == "features" else case
         for _ in range(num_rounds + 1):
             ours.append(self.kvplug.measure(case))
             kernel.append(self.kvplug.measure({**case, "kernel": True}))
-            theirs.append(self.dynamo.measure(case))
+            theirs.append(self.dynamo.measure(of_peer))
         return ours[1:], kernel[1:], theirs[1:]
 
     def close(self) -> None:
@@ -150,6 +153,9 @@ def all_metrics() -> list[Metric]:
             target = {"p50": p50, "p99_in_p50s": 4, "ratio": 10}
             name = f"full_{num_tokens}_w{num_ranks}"
             metrics.append(Metric(name, num_ranks, _full(num_tokens), target))
+        if num_ranks < 512:
+            name, target = f"features_512_w{num_ranks}", {"p50": 10, "p99_in_p50s": 4, "ratio": 10}
+            metrics.append(Metric(name, num_ranks, _featured(), target))
         if num_ranks == 64:
             metrics += _of_64()
     return metrics
@@ -168,6 +174,10 @@ def _of_64() -> list[Metric]:
 def _full(num_tokens: int) -> dict[str, Any]:
     calls = 400 if num_tokens == 32768 else 1000
     return {"what": "full", "tokens": num_tokens, "calls": calls}
+
+
+def _featured() -> dict[str, Any]:
+    return {**_full(512), "what": "features"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -33,10 +33,24 @@ CORES = sorted(os.sched_getaffinity(0))
 # Of the tokens of a round. A rank that holds less may cost less: where all is held, the cache is
 # full, and what is learnt of engines that answer at once is not much.
 LEAST_HIT = 0.95
+FEATURES: dict[str, Any] = {
+    "host_credit": 0.7,
+    "device_credit": 0.9,
+    "device_credit_decay": 0.2,
+    "request_weight": 0.5,
+    "active_prefill_tokens_threshold": 10**9,
+    "active_decode_blocks_threshold": 100.0,
+}
+OPTIONS: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 128,
+    "required_taints": ("gpu",),
+    "preferred_taints": {"zone": 0.5},
+}
 
 
 class Fleet:
-    """build, then full, cold, many; with "kernel" in the case, the time of the kernel alone."""
+    """build, then full, features, cold, many; with "kernel" in the case, of the kernel alone."""
 
     def __init__(self) -> None:
         self.colds = itertools.count()
@@ -52,22 +66,38 @@ class Fleet:
         os.sched_setaffinity(0, CORES[: case["cores"]])
         compile_all()  # else the first answer would seem to come from a very slow engine
         num_ranks, num_blocks = case["ranks"], case.get("blocks", FILLER_BLOCKS)
-        self.router = Router(RouterConfig(block_size=BLOCK_SIZE))
+        self.featured: Router | None = None
         for num_tokens in NUM_PROMPTS:
             self.lists[num_tokens] = warm_prompts(num_tokens)
             self.prompts[num_tokens] = [as_tokens(tokens) for tokens in self.lists[num_tokens]]
-        hashed = self._hashed_prompts()
-        capacity = cache_blocks(num_ranks, num_blocks)
-        random = np.random.default_rng(1)
-        for number in range(num_ranks):
-            rank = Rank(f"w{number}")
-            self.router.add_worker(rank.worker)
-            self.router.set_cache_capacity(rank, capacity)
-            for length in chain_lengths(num_ranks, num_blocks):
-                self._store(rank, random.integers(1, 2**63, length, dtype=np.uint64))
-            for num_tokens, hashes in hashed:
-                self._store(rank, hashes[: held_blocks(num_tokens, number, num_ranks)])
+        self.num_ranks, self.num_blocks = num_ranks, num_blocks
+        self.router = self._filled(RouterConfig(block_size=BLOCK_SIZE))
         return len(self.router.index)
+
+    def _filled(self, config: RouterConfig, **of_workers: Any) -> Router:
+        router, hashed = Router(config), self._hashed_prompts()
+        capacity = cache_blocks(self.num_ranks, self.num_blocks)
+        random = np.random.default_rng(1)
+        for number in range(self.num_ranks):
+            rank = Rank(f"w{number}")
+            router.add_worker(rank.worker, **of_workers)
+            router.set_cache_capacity(rank, capacity)
+            for length in chain_lengths(self.num_ranks, self.num_blocks):
+                _store(router, rank, random.integers(1, 2**63, length, dtype=np.uint64))
+            for num_tokens, hashes in hashed:
+                _store(router, rank, hashes[: held_blocks(num_tokens, number, self.num_ranks)])
+        return router
+
+    def features(self, case: dict[str, Any]) -> list[int]:
+        """As full, with what a fleet may use: FEATURES of the router, OPTIONS of each request."""
+        if self.featured is None:
+            config = RouterConfig(block_size=BLOCK_SIZE, **FEATURES)
+            self.featured = self._filled(config, model="m", taints=("gpu", "zone"))
+        plain, self.router = self.router, self.featured
+        try:
+            return self.full({**case, "options": OPTIONS})
+        finally:
+            self.router = plain
 
     def full(self, case: dict[str, Any]) -> list[int]:
         """Prompts that the last rank holds, as arrays, or as lists if the case says so."""
@@ -92,7 +122,7 @@ class Fleet:
             assert decision.cached_tokens == 0, decision
             latencies.append(ns)
             hashes = self.router.index.hasher.sequence_hashes(prompt)
-            self._store(decision.rank, hashes)
+            _store(self.router, decision.rank, hashes)
             self.router.apply_packed(decision.rank, encode([PackedRemoved(hashes)]))
             self._end(decision)
         return latencies
@@ -108,15 +138,16 @@ class Fleet:
                 self._end(decision)
         return latencies
 
-    def _timed(self, call: Callable[[Any], Any], prompt: Any, case: dict[str, Any]) -> Any:
+    def _timed(self, call: Callable[..., Any], prompt: Any, case: dict[str, Any]) -> Any:
         """The answer and ns: of the call, or of the kernel in it."""
+        options = case.get("options", {})
         if case.get("kernel"):
             with timed_kernel() as spent:
-                answer = call(prompt)
+                answer = call(prompt, **options)
             assert spent, "the router did not call the kernel"
             return answer, sum(spent)
         began = perf_counter_ns()
-        answer = call(prompt)
+        answer = call(prompt, **options)
         return answer, perf_counter_ns() - began
 
     def _end(self, decision: Decision) -> None:
@@ -131,10 +162,11 @@ class Fleet:
             for tokens in prompts
         ]
 
-    def _store(self, rank: Rank, hashes: Any) -> None:
-        if len(hashes):
-            applied = self.router.apply_packed(rank, encode([PackedStored(hashes, hashes)]))
-            assert not applied.rejected, applied
+
+def _store(router: Router, rank: Rank, hashes: Any) -> None:
+    if len(hashes):
+        applied = router.apply_packed(rank, encode([PackedStored(hashes, hashes)]))
+        assert not applied.rejected, applied
 
 
 @contextmanager

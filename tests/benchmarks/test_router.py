@@ -55,6 +55,7 @@ class TestSides:
         [
             {"what": "full", "tokens": 512},
             {"what": "full", "tokens": 512, "lists": True},
+            {"what": "features", "tokens": 512},
             {"what": "cold", "tokens": 32768},
             {"what": "many", "tokens": 4096, "requests": 8},
         ],
