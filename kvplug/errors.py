@@ -6,7 +6,8 @@ KvplugError
 ├── DecodeError        bytes from an event socket are no event batch at all
 ├── RoutingError       a request cannot be routed
 │   ├── NoWorkerError      no worker can take it now
-│   └── UnknownRequestError    a request id that is not in flight
+│   ├── UnknownRequestError    a request id that is not in flight
+│   └── UnknownRankError       a rank that is not in the fleet
 ├── IndexCorruptError  BlockIndex.check() found an invariant broken: our mistake, never yours
 ├── SnapshotError      a snapshot could not be written, or a file is not one that can be used
 ├── TokenizerError     the tokenizer or the chat template refused the text
@@ -48,6 +49,10 @@ class NoWorkerError(RoutingError):
 
 class UnknownRequestError(RoutingError):
     """A request id that is not in flight."""
+
+
+class UnknownRankError(RoutingError):
+    """A rank that is not in the fleet, or that an index does not follow."""
 
 
 class IndexCorruptError(KvplugError):

@@ -172,6 +172,10 @@ class Audit(RouterObserver):
         )
         self._remember(decision.request_id, expectation)
 
+    def on_moved(self, request_id: str) -> None:
+        """Nothing was predicted for the rank that answers it."""
+        self._drop(request_id, "moved")
+
     def watches(self, rank: Rank) -> bool:
         """Whether any request that counts on blocks of the rank has no verdict yet."""
         return rank in self._watched

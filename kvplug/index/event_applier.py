@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug import packed
-from kvplug.errors import DecodeError
+from kvplug.errors import DecodeError, UnknownRankError
 from kvplug.events import AllBlocksCleared, EventBatch, Rank, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.evicting import Eviction
@@ -86,7 +86,7 @@ class EventApplier:
         """
         try:
             words = self._kernels.words_of(rank)
-        except KeyError:
+        except UnknownRankError:
             applied = ApplyResult()
             applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
             return applied
@@ -251,7 +251,7 @@ class _KernelEvents:
         return applied, -1
 
     def words_of(self, rank: Rank) -> U64:
-        """The words of the bundle that kernels take for a rank; KeyError if it is not followed."""
+        """The words of the bundle that kernels take for a rank; UnknownRankError for another."""
         if self._seen_version == self._version.count:
             bundle = self._bundles.get(rank)
             if bundle is not None:

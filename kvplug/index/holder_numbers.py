@@ -13,10 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.errors import IndexCorruptError
+from kvplug.errors import IndexCorruptError, UnknownRankError
 from kvplug.events import Rank, Tier
 from kvplug.index.arrays import ArrayVersion
 from kvplug.kernels.prefix_lengths import NUM_CLASSES
+from kvplug.setting import shown
 
 I64 = npt.NDArray[np.int64]
 
@@ -53,8 +54,14 @@ class HolderNumbers:
         return len(self._number_of)
 
     def number_of(self, rank: Rank) -> int:
-        """The number of a rank that was added."""
-        return self._number_of[rank]
+        """The number of a rank that was added; UnknownRankError for another."""
+        try:
+            return self._number_of[rank]
+        except (KeyError, TypeError):
+            known = ", ".join(str(each) for each in self._number_of) or "none"
+            raise UnknownRankError(
+                f"no rank {shown(rank)}: expected one that was added, known: {known}"
+            ) from None
 
     def rank(self, number: int) -> Rank:
         """The rank behind a number that is in use."""

@@ -1,13 +1,14 @@
 """Blocks of live requests, per rank.
 
 In:  the sequence hashes of a whole prompt, the number of the rank that it is on.
-Out: the table changed; how many blocks came into use or went out of use; a shared prefix.
+Out: the table changed; how many blocks came into use or went out of use; a shared prefix; a suffix
+     that only one request has.
 
     slots   sequence hash xor the mark of the rank -> how many live requests have the block
 
-A request enters all of its blocks, so a block in use has its whole prefix in use: how much a new
-request shares with those of a rank is found by bisection. Reference: a Counter per rank
-(tests/kernels/test_active_blocks.py).
+A request enters all of its blocks, so a block in use has its whole prefix in use, by at least as
+many requests: how much a new request shares with those of a rank, and how much of a live one is its
+own, is found by bisection. Reference: a Counter per rank (tests/kernels/test_active_blocks.py).
 """
 
 import numpy as np
@@ -86,6 +87,19 @@ def leave(slots: U64, hashes: U64, rank: Index) -> Index:
         elif slots[_2 * at + _1] != _0:
             slots[_2 * at + _1] -= _1
     return num_gone
+
+
+@kernel(i8(reads(u8), reads(u8), i8))
+def num_exclusive(slots: U64, hashes: U64, rank: Index) -> Index:
+    """How many last blocks of a live request no other request on the rank has."""
+    mark, first, last = mark_of(rank), np.int64(0), np.int64(len(hashes))
+    while first < last:  # the blocks from `last` on are its own, those before `first` are not
+        middle = (first + last) // 2
+        if value_of(slots, hashes[middle] ^ mark) > _1:
+            first = middle + 1
+        else:
+            last = middle
+    return len(hashes) - last
 
 
 @kernel(void(reads(u8), reads(u8), writes(i8)))

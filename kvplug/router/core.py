@@ -11,18 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from kvplug.errors import UnknownRequestError
-from kvplug.events import Namespace
+from kvplug.errors import ConfigError
+from kvplug.events import MoeLabel, Namespace, Rank
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
-from kvplug.router.options import NO_OPTIONS, RouteOptions, checked_num_tokens, options_of
+from kvplug.router.matches import OverlapScores, find_matches
+from kvplug.router.options import (
+    NO_OPTIONS,
+    MoeQuery,
+    RouteOptions,
+    checked_num_tokens,
+    options_of,
+)
+from kvplug.router.potential_loads import PotentialLoad, potential_loads
 from kvplug.router.prompt import NO_TOKENS, Prompt
+from kvplug.setting import SHARE, shown
 
 
 class Router(FollowedFleet):
     """Requests: route, first_token, finish. Following workers: add_worker, apply, clear,
     remove_worker.
+
+    Of a request that is not in flight (finished before, or expired) nothing can be said any more:
+    first_token, add_output_block, moved, renew and finish return False then, else True.
     """
 
     def route(
@@ -56,7 +68,7 @@ class Router(FollowedFleet):
         have full blocks.
         """
         num_tokens = checked_num_tokens(num_tokens, "num_tokens", "route a request")
-        hashes = as_hashes(sequence_hashes)
+        hashes = as_hashes(sequence_hashes).copy()  # which counts until the request is over
         return self._route(Prompt(NO_TOKENS, 0, hashes, num_tokens), request_id, options)
 
     def _route(self, prompt: Prompt, request_id: str | None, given: RouteOptions) -> Decision:
@@ -87,27 +99,146 @@ class Router(FollowedFleet):
             self.load.expire(now_s)
             return self._decider.decide_many(arrays, seed, checked, now_s)
 
-    def first_token(self, request_id: str) -> None:
-        """The prefill is done: its tokens no longer weigh on the rank, whose speed is learnt."""
+    def peek(
+        self,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+        **options: Unpack[RouteOptions],
+    ) -> Decision:
+        """What `route` would decide now, with nothing counted, expected or learnt.
+
+        Its request id is "". Errors as of `route`.
+        """
+        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        checked = options_of(options)
+        with self._lock:
+            now_s = self._now()
+            plan = self._decider.plan(prompt, checked, now_s)
+            return self._decider.peek(prompt, plan, checked, now_s)
+
+    def best_worker_id(
+        self,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+        **options: Unpack[RouteOptions],
+    ) -> tuple[str, int]:
+        """The worker that `route` would choose now, and leading blocks that it holds; as `peek`."""
+        decision = self.peek(token_ids, namespace=namespace, **options)
+        return decision.rank.worker, decision.overlap_blocks
+
+    def get_potential_loads(
+        self,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+    ) -> list[PotentialLoad]:
+        """What each rank would be busy with if the prompt went there; nothing is counted."""
+        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        with self._lock:
+            now_s = self._now()
+            return potential_loads(prompt, self.fleet_index, self.load, self._decider, now_s)
+
+    def find_matches_for_request(
+        self,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+        model: str = "",
+        moe_query: MoeLabel | MoeQuery | None = None,
+    ) -> OverlapScores:
+        """What each rank has of the prompt; `model`: only workers that serve it; `moe_query`: count
+        blocks that are labelled with this expert, too.
+        """
+        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        label = moe_query.label if isinstance(moe_query, MoeQuery) else moe_query
+        with self._lock:
+            workers = self.fleet_index.workers_with(model, None) if model else None
+            return find_matches(self.fleet_index, prompt, workers, label, self._clock())
+
+    def first_token(self, request_id: str) -> bool:
+        """The prefill is done: its tokens no longer weigh on the rank, whose speed is learnt.
+
+        False, and nothing done, if that was known, or the request is not in flight.
+        """
         with self._lock:
             now_s = self._clock()
             request = self.load.first_token(request_id, now_s)
             if request is not None:
                 self._speeds.learn_first_token(request, now_s)
+            return request is not None
 
-    def renew(self, request_id: str) -> None:
-        """The request is still served: it counts as load for another `request_expiry_s`.
+    def add_output_block(self, request_id: str, decay_fraction: float | None = None) -> bool:
+        """The answer has filled another block, which counts as load until the request is over.
 
-        Nothing is done if it is not in flight.
+        `decay_fraction`: how much of the answer is left, 0 to 1: all blocks of the answer, and the
+        last blocks of the prompt that no other request on the rank has, count this much from now
+        on. False, and nothing done, if the request is not in flight; ConfigError for a fraction
+        that is none.
+        """
+        if decay_fraction is not None and not SHARE.fits(decay_fraction):
+            raise ConfigError(
+                f"decay_fraction must be {SHARE.expected}, or None, got {shown(decay_fraction)}"
+            )
+        with self._lock:
+            return self.load.add_output_block(request_id, decay_fraction)
+
+    def moved(self, request_id: str, rank: Rank) -> bool:
+        """The data plane has sent the request to another rank: it is load there, with what that
+        rank holds of it, and its prefill is still to be done.
+
+        False, and nothing done, if it is not in flight; UnknownRankError for a rank that is not in
+        the fleet. What follows of this request teaches no speeds.
         """
         with self._lock:
-            self.load.renew(request_id, self._clock())
+            number, now_s = self.fleet_index.numbers.number_of(rank), self._now()
+            is_in_flight = self._bookings.move(request_id, number, now_s)
+            if is_in_flight:
+                self._observer.on_moved(request_id)
+            return is_in_flight
 
-    def finish(self, request_id: str, num_tokens: int | None = None) -> None:
+    def adopt(
+        self,
+        request_id: str,
+        rank: Rank,
+        sequence_hashes: HashesLike,
+        num_tokens: int,
+        prefill_tokens: int | None = None,
+    ) -> None:
+        """Count a request that a peer has sent to a rank, until `finish`.
+
+        `sequence_hashes`: of the full blocks of its `num_tokens` tokens; `prefill_tokens`: how many
+        of these the peer expects to be computed, by default what this router finds. Such a request
+        teaches no speeds. Nothing is done by what raises UnknownRankError for a rank that is not
+        in the fleet, or ConfigError for an id that is in flight and numbers that do not fit.
+        """
+        attempt = f"adopt {request_id!r}"
+        num_tokens = checked_num_tokens(num_tokens, "num_tokens", attempt)
+        if prefill_tokens is not None:
+            prefill_tokens = checked_num_tokens(
+                prefill_tokens, "prefill_tokens", attempt, float(num_tokens)
+            )
+        hashes = as_hashes(sequence_hashes).copy()
+        with self._lock:
+            number, now_s = self.fleet_index.numbers.number_of(rank), self._now()
+            self._decider.require_new(request_id, "adopt")
+            self.fleet_index.group_of(rank).require_hashed(len(hashes), num_tokens)
+            self._bookings.adopt(request_id, number, hashes, num_tokens, now_s, prefill_tokens)
+
+    def renew(self, request_id: str) -> bool:
+        """The request is still served: it counts as load for another `request_expiry_s`.
+
+        False, and nothing done, if it is not in flight.
+        """
+        with self._lock:
+            return self.load.renew(request_id, self._clock())
+
+    def finish(self, request_id: str, num_tokens: int | None = None) -> bool:
         """The request is over, for whatever reason; `num_tokens`: how long the answer was.
 
-        UnknownRequestError if it is not in flight; ConfigError, and nothing done, for a number of
-        tokens below 0.
+        False, and nothing done, if it is not in flight: it was finished before, or expired.
+        ConfigError, and nothing done, for a number of tokens below 0.
         """
         if num_tokens is not None:
             num_tokens = checked_num_tokens(num_tokens, "num_tokens", f"finish {request_id!r}")
@@ -115,11 +246,9 @@ class Router(FollowedFleet):
             now_s = self._clock()
             request = self.load.finish(request_id, now_s)
             if request is None:
-                raise UnknownRequestError(
-                    f"cannot finish request {request_id!r}: it is not in flight "
-                    "(finished before, or expired)"
-                )
+                return False
             self._decider.expire_expected(request, now_s)
             if num_tokens is not None:
                 self._speeds.learn_answer(request, now_s, num_tokens)
                 self._decider.note_answer(request, num_tokens, now_s)
+            return True

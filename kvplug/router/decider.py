@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable
+from copy import copy
 from itertools import count
 from typing import Any, NamedTuple, assert_never
 
@@ -25,6 +26,7 @@ from kvplug.kernels import routing
 from kvplug.kernels.candidates import least_loaded
 from kvplug.router.config import RouterConfig
 from kvplug.router.constraints import Constraints
+from kvplug.router.first_tokens import UnreportedFirstTokens
 from kvplug.router.fleet_index import FleetIndex, IndexGroup
 from kvplug.router.group_arrays import Adjustment, GroupArrays
 from kvplug.router.load import ActiveLoad, ActiveRequest
@@ -45,13 +47,21 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 
+class RankCost(NamedTuple):
+    """A candidate, and what the request costs there."""
+
+    rank: Rank
+    cost: float
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request goes, and why.
 
     overlap_blocks: leading blocks that the chosen rank holds, `cached_tokens` in tokens;
     prompt_blocks: full blocks of the prompt; cost: of the chosen rank, in ms or in blocks as
     configured; block_size: how many tokens a block has there; predicted_ttft_ms: by the model of
-    the rank's engine (kvplug/router/engine_model.py).
+    the rank's engine (kvplug/router/engine_model.py); ranked: the chosen rank, then others by their
+    costs, as many as were asked for.
     """
 
     request_id: str
@@ -62,6 +72,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     cost: float
     block_size: int
     predicted_ttft_ms: float
+    ranked: tuple[RankCost, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -99,6 +110,7 @@ class Decider:
         self._constraints = Constraints(config, fleet_index, load)
         self._round_robin, self._rendezvous = RoundRobin(), RendezvousHash()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
+        self.unreported = UnreportedFirstTokens(fleet_index, load)
         self._row: F64 = np.zeros(routing.REQUEST_WIDTH)
         self._prefix, self._numbers = uuid.uuid4().hex[:16], count()
         self.on_decision: Callable[[Decision, ActiveRequest], None] = _unobserved
@@ -148,7 +160,7 @@ class Decider:
         if request_id is None:
             request_id = self._new_id()
         elif request_id in self._load:
-            raise ConfigError(f"cannot route request {request_id!r}: this id is in flight already")
+            self.require_new(request_id, "route")
         candidates, adjustment = plan
         if self._config.mode != "kv":
             candidates = np.array([self._pick_by_mode(candidates, options.session)])
@@ -171,10 +183,90 @@ class Decider:
         options: RequestOptions,
     ) -> Decision:
         if len(groups) > 1:
-            return self._decide_among(groups, prompt, request_id, candidates, now_s, options)
+            return self._decide_among(prompt, request_id, candidates, now_s, options)
         request = self._request(prompt, groups[0], now_s, options)
         self._call(routing.BOTH, request, groups[0], candidates)
-        return self._accept(request_id, groups[0], request.hashes, self._row, now_s, options)
+        ranked: tuple[RankCost, ...] = ()
+        if options.num_ranked:
+            number = int(self._row[routing.RANK])
+            ranked = self._ranked(options.num_ranked, number, candidates)
+        return self._accept(
+            request_id, groups[0], request.hashes, self._row, now_s, options, ranked
+        )
+
+    def require_new(self, request_id: str, attempt: str) -> None:
+        """ConfigError for a request id that is in flight."""
+        if request_id in self._load:
+            raise ConfigError(
+                f"cannot {attempt} request {request_id!r}: this id is in flight already"
+            )
+
+    def peek(self, prompt: Prompt, plan: Plan, options: RequestOptions, now_s: float) -> Decision:
+        """As `decide`, with nothing counted and nothing learnt; the decision has no request id."""
+        candidates, wanted = plan
+        if self._config.mode != "kv":
+            turns = copy(self._round_robin)
+            candidates = np.array([self._pick_by_mode(candidates, options.session)])
+            self._round_robin = turns
+        groups = self._fleet_index.groups_with(candidates)
+        self._adjust(groups, wanted or Adjustment())
+        try:
+            return self._peek(prompt, candidates, options, now_s)
+        finally:
+            self._reset(groups)
+
+    def _peek(
+        self, prompt: Prompt, candidates: I64, options: RequestOptions, now_s: float
+    ) -> Decision:
+        stages = routing.SCORE | routing.PEEK
+        costs, requests = self._score(stages, prompt, candidates, now_s, options)
+        number = self._pick(candidates, costs[candidates])
+        group, arrays = self._group_of(number), self._arrays_of(self._group_of(number))
+        depth = int(arrays.depth[number])
+        return Decision(
+            request_id="",
+            rank=self._fleet_index.numbers.rank(number),
+            overlap_blocks=depth,
+            cached_tokens=depth * group.block_size,
+            prompt_blocks=len(requests[group].hashes),
+            cost=float(arrays.costs[number]),
+            block_size=group.block_size,
+            predicted_ttft_ms=float(arrays.own_ms[number]),
+            ranked=self._ranked(options.num_ranked, number, candidates),
+        )
+
+    def new_tokens(self, prompt: Prompt, now_s: float) -> I64:
+        """int64[ranks]: tokens of a prompt that each rank would have to compute, as far as anybody
+        knows; nothing is counted or learnt.
+        """
+        new: I64 = np.full(len(self._fleet_index.numbers.ranks), len(prompt), dtype=np.int64)
+        ranks = [n for n, rank in enumerate(self._fleet_index.numbers.ranks) if rank is not None]
+        here = np.array(ranks, dtype=np.int64)
+        if len(here):
+            _, requests = self._score(routing.SCORE | routing.PEEK, prompt, here, now_s, NO_OPTIONS)
+            for group in requests:
+                depth = self._arrays_of(group).depth[group.numbers]
+                new[group.numbers] -= group.block_size * depth
+        return new
+
+    def book(
+        self, prompt: Prompt, number: int, now_s: float, *, is_new: bool
+    ) -> tuple[ActiveRequest, float]:
+        """Count a request as load of a rank that somebody else has chosen; it, and its predicted
+        time to first token in ms. `is_new`: it was not counted before, and tells of the traffic.
+        """
+        group, here = self._group_of(number), np.array([number])
+        request = self._request(prompt, group, now_s, NO_OPTIONS)
+        self._make_room(group, here, len(request.hashes))
+        traffic = self._arrays_of(group).traffic
+        before = traffic.copy()
+        self._call(routing.SCORE, request, group, here)
+        self._call(routing.ACCOUNT, request, group, here)
+        if not is_new:
+            traffic[:] = before
+        _, _, _, _, _, _, own_ms, *prefill = self._row.tolist()
+        deadline_s = self._load.deadline_s(now_s)
+        return ActiveRequest(number, request.hashes, now_s, deadline_s, *prefill), own_ms
 
     def _adjust(self, groups: tuple[IndexGroup, ...], wanted: Adjustment) -> None:
         """Costs are as a request wants them, until `_reset`."""
@@ -251,30 +343,49 @@ class Decider:
         arrays.note_answer(num_tokens, 1e3 * (now_s - began_s))
 
     def _decide_among(
-        self,
-        groups: tuple[IndexGroup, ...],
-        prompt: Prompt,
-        request_id: str,
-        candidates: I64,
-        now_s: float,
+        self, prompt: Prompt, request_id: str, candidates: I64, now_s: float,
         options: RequestOptions,
-    ) -> Decision:
+    ) -> Decision:  # fmt: skip
+        costs, requests = self._score(routing.SCORE, prompt, candidates, now_s, options)
+        number = self._pick(candidates, costs[candidates])
+        ranked = self._ranked(options.num_ranked, number, candidates)
+        group = self._group_of(number)
+        chosen = requests[group]
+        self._call(routing.ACCOUNT, chosen, group, np.array([number]))
+        return self._accept(request_id, group, chosen.hashes, self._row, now_s, options, ranked)
+
+    def _score(
+        self, stages: int, prompt: Prompt, candidates: I64, now_s: float, options: RequestOptions
+    ) -> tuple[F64, dict[IndexGroup, _Requests]]:
+        """float64[ranks], costs in one unit; the request as each index takes it."""
         costs, requests = np.full(len(self._fleet_index.numbers.ranks), np.inf), {}
+        groups = self._fleet_index.groups_with(candidates)
         candidates_in = {each: candidates[np.isin(candidates, each.numbers)] for each in groups}
         for group, mine in candidates_in.items():
             requests[group] = self._request(prompt, group, now_s, options)
             # Before anything is scored: arrays that grow lose their scores.
             self._make_room(group, mine, len(requests[group].hashes))
         for group, mine in candidates_in.items():
-            self._call(routing.SCORE, requests[group], group, mine)
-            arrays = self._arrays_of(group)
-            unit = 1 if arrays.is_cost_in_ms else group.block_size  # else in tokens
-            costs[mine] = arrays.costs[mine] * unit
-        number = self._pick(candidates, costs[candidates])
-        group = self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
-        chosen = requests[group]
-        self._call(routing.ACCOUNT, chosen, group, np.array([number]))
-        return self._accept(request_id, group, chosen.hashes, self._row, now_s, options)
+            self._call(stages, requests[group], group, mine)
+            costs[mine] = self._arrays_of(group).costs[mine] * self._unit(group)
+        return costs, requests
+
+    def _unit(self, group: IndexGroup) -> int:
+        """Costs of indexes with several block sizes compare in milliseconds, or else in tokens."""
+        return 1 if self._arrays_of(group).is_cost_in_ms else group.block_size
+
+    def _ranked(self, num_ranked: int, chosen: int, candidates: I64) -> tuple[RankCost, ...]:
+        """The chosen rank and then the cheapest others, as they were scored last."""
+        if not num_ranked:
+            return ()
+        groups = {number: self._group_of(number) for number in candidates.tolist()}
+        costs = {n: float(self._arrays_of(group).costs[n]) for n, group in groups.items()}
+        order = sorted(groups, key=lambda n: (n != chosen, costs[n] * self._unit(groups[n])))
+        numbers = self._fleet_index.numbers
+        return tuple(RankCost(numbers.rank(n), costs[n]) for n in order[:num_ranked])
+
+    def _group_of(self, number: int) -> IndexGroup:
+        return self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
 
     def _pick(self, candidates: I64, costs: F64) -> int:
         if self._temperature > 0:
@@ -335,15 +446,17 @@ class Decider:
                 self._make_room(group, candidates, len(prompts[done]) // group.block_size)
         return decisions
 
-    def _accept(
+    def _accept(  # noqa: PLR0913 - what becomes of one request
         self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
-        options: RequestOptions,
+        options: RequestOptions, ranked: tuple[RankCost, ...] = (),
     ) -> Decision:  # fmt: skip
         _, _, _, number, cost, depth, own_ms, *prefill = row.tolist()
         number, depth = int(number), int(depth)
         deadline_s = self._load.deadline_s(now_s)
         request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
-        presumed_s = None if options.reports_first_token else now_s + own_ms / 1e3
+        presumed_s = None
+        if not options.reports_first_token:
+            presumed_s = self.unreported.expect(request, own_ms)
         self._load.start(request_id, request, presumed_s)
         decision = Decision(
             request_id=request_id,
@@ -354,6 +467,7 @@ class Decider:
             cost=cost,
             block_size=group.block_size,
             predicted_ttft_ms=own_ms,
+            ranked=ranked,
         )
         self.on_decision(decision, request)
         return decision

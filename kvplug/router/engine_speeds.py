@@ -88,7 +88,7 @@ class EngineSpeeds:
     def learn_first_token(self, request: ActiveRequest, now_s: float) -> None:
         """The first token of a request is there."""
         number = request.rank_number
-        if not self._may_learn(number, now_s):
+        if not request.is_timed or not self._may_learn(number, now_s):
             return
         fit, ms = self._fits[self._group_of(number)], 1e3 * (now_s - request.routed_s)
         fit.observe_first_token(number, ms, _work_of(request))
@@ -97,7 +97,7 @@ class EngineSpeeds:
     def learn_answer(self, request: ActiveRequest, now_s: float, num_tokens: int) -> None:
         """A request is over, with so many tokens; it no longer counts as its rank's load."""
         number = request.rank_number
-        if num_tokens < 1 or not self._may_learn(number, now_s):
+        if not request.is_timed or num_tokens < 1 or not self._may_learn(number, now_s):
             return
         fit, num_steps = self._fits[self._group_of(number)], num_tokens - 1
         decoding = self._decoding_of(request, max(1, num_steps))

@@ -76,6 +76,18 @@ class IndexGroup:
             return np.arange(len(self.index.numbers.ranks))
         return self.fleet_numbers[self.fleet_numbers >= 0]
 
+    def require_hashed(self, num_hashes: int, num_tokens: int) -> None:
+        """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
+        hasher, size = self.index.hasher, f"{self.block_size} tokens"
+        num_full = hasher.num_blocks(num_tokens)
+        if not len(self.index):  # before the first block, its size may be a guess
+            num_full, size = num_tokens, "a token or more"
+        if num_hashes > num_full:
+            raise ConfigError(
+                f"cannot look up {num_hashes} hashes: expected at most {num_full}, the full blocks "
+                f"of {size} in {num_tokens} tokens"
+            )
+
     def index_ranks(self, num_ranks: int) -> I64:
         """int64[num_ranks]: the index's number of each rank of the fleet, 0 for those elsewhere."""
         numbers: I64 = np.zeros(num_ranks, dtype=np.int64)
@@ -258,6 +270,11 @@ class FleetIndex:
         """The taints that the worker was added with."""
         return self._members[worker].taints
 
+    def is_heard(self, rank: Rank) -> bool:
+        """Whether events of the rank have stored blocks since it was last cleared, and count."""
+        member = self._members.get(rank.worker)
+        return member is not None and rank in member.holding and self.confidence_of(rank) > 0
+
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """The workers that have this model; a worker without a model counts for any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}
@@ -280,15 +297,7 @@ class FleetIndex:
         """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
         if len({group.block_size for group in self.groups}) > 1:
             raise ConfigError("hashes are of one block size, the fleet has several")
-        hasher, size = self.groups[0].index.hasher, f"{self.groups[0].block_size} tokens"
-        num_full = hasher.num_blocks(num_tokens)
-        if not len(self.groups[0].index):  # before the first block, its size may be a guess
-            num_full, size = num_tokens, "a token or more"
-        if num_hashes > num_full:
-            raise ConfigError(
-                f"cannot look up {num_hashes} hashes: expected at most {num_full}, the full blocks "
-                f"of {size} in {num_tokens} tokens"
-            )
+        self.groups[0].require_hashed(num_hashes, num_tokens)
 
     def group_of(self, rank: Rank) -> IndexGroup:
         """The group that a rank is in; any group for a rank of a worker that was removed."""

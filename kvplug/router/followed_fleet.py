@@ -24,12 +24,11 @@ from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
+from kvplug.router.bookings import Bookings
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
 from kvplug.router.constraints import checked_names
-from kvplug.router.decider import (
-    Decider,
-)
+from kvplug.router.decider import Decider
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
 from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
@@ -41,6 +40,7 @@ from kvplug.router.observer import (
     run_of_records,
 )
 from kvplug.router.query_first_lock import QueryFirstLock
+from kvplug.router.reported_load import ReportedLoad
 from kvplug.setting import SHARE, shown
 
 # Of ingestion in one piece. A query that comes meanwhile waits for the event at hand only.
@@ -78,6 +78,7 @@ class FollowedFleet:
         self.cache_sizes = CacheSizes(self.fleet_index, self.load)
         self._speeds = EngineSpeeds(self.fleet_index, self.load, self.config.loading_credits)
         self._decider = Decider(self.config, self.fleet_index, self.load, random_)
+        self._bookings = Bookings(self._decider, self.fleet_index, self.load)
         self._clock = clock
         self._observer = RouterObserver()
 
@@ -177,7 +178,7 @@ class FollowedFleet:
         with self._lock.low_priority:
             before = self.cache_sizes.num_resident(rank)
             applied = self.fleet_index.apply_packed(rank, payload)
-            self.cache_sizes.note(rank, before, applied)
+            self._note(rank, before, applied)
         return applied
 
     def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
@@ -280,6 +281,34 @@ class FollowedFleet:
         with self._lock:
             return self.cache_sizes.of(rank)
 
+    def set_reported_load(
+        self,
+        rank: Rank,
+        *,
+        num_running: int | None = None,
+        num_waiting: int | None = None,
+        waiting_tokens: int | None = None,
+        active_blocks: int | None = None,
+    ) -> None:
+        """What the rank's engine says it is busy with. What exceeds this router's own requests
+        there is the load of others, and counts beside them until the next report.
+
+        num_running: requests in its batch; num_waiting: in its queue; waiting_tokens: of prompts,
+        to be computed; active_blocks: in use by requests. Where it is None, the router's own count
+        stands alone. ConfigError for what is no count, UnknownRankError for a rank that is not in
+        the fleet; nothing is done then.
+        """
+        reported = ReportedLoad(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            waiting_tokens=waiting_tokens,
+            active_blocks=active_blocks,
+        )
+        with self._lock:
+            number, now_s = self.fleet_index.numbers.number_of(rank), self._now()
+            block_size = self.fleet_index.group_of(rank).block_size
+            self.load.set_others(number, reported, block_size, now_s)
+
     def set_engine_model(self, rank: Rank, model: EngineModel) -> None:
         """The rank's engine is so fast; nothing is learnt of it from now on."""
         with self._lock:
@@ -332,7 +361,7 @@ class FollowedFleet:
         end = min(end, first + _EVENTS_PER_SLICE)
         before = self.cache_sizes.num_resident(rank)
         part = self.fleet_index.apply(rank, structs.replace(batch, events=batch.events[first:end]))
-        self.cache_sizes.note(rank, before, part)
+        self._note(rank, before, part)
         applied.add(part)
         return end
 
@@ -344,9 +373,15 @@ class FollowedFleet:
             records = replace(records, num_events=end)
         at = self.fleet_index.apply_records(rank, records, first, BLOCKS_PER_SLICE, part)
         self._lock.low_priority.yield_to_queries()  # which need not wait for the counts
-        self.cache_sizes.note(rank, before, part)
+        self._note(rank, before, part)
         applied.add(part)
         return at
+
+    def _note(self, rank: Rank, num_before: int, applied: ApplyResult) -> None:
+        """Events have changed what the rank has on its device, which had so many blocks."""
+        self.cache_sizes.note(rank, num_before, applied)
+        if applied.num_stored:
+            self._decider.unreported.note_stored(rank, self._clock())
 
     def _clear_in_slices(self, rank: Rank, yield_to_queries: Callable[[], None]) -> int:
         clearing = self.fleet_index.start_clear(rank)
@@ -356,6 +391,12 @@ class FollowedFleet:
         self.fleet_index.end_clear(rank)
         self.cache_sizes.note_clear(rank)
         return clearing.num_dropped
+
+    def _now(self) -> float:
+        """The time, once what is due by then has been done to the load."""
+        now_s = self._clock()
+        self.load.expire(now_s)
+        return now_s
 
     def _fleet_changed(self) -> None:
         self._decider.fleet_changed()

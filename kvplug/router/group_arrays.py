@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.index.prefix_query import PrefixQuery
-from kvplug.kernels import costing, scoring
+from kvplug.kernels import costing, matching, scoring
 from kvplug.kernels.bundle import Bundle
 from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import IndexGroup
@@ -65,6 +65,14 @@ class GroupArrays:
     def is_cost_in_ms(self) -> bool:
         """Whether the request at hand is costed in milliseconds."""
         return bool(self._settings[scoring.COST_IN_MS])
+
+    @property
+    def depth(self) -> I64:
+        """int64[ranks of the fleet]: leading blocks of the last request that each rank has, or is
+        expected to have; of ranks in other indexes anything.
+        """
+        row = self._held.reshape(matching.NUM_ROWS, -1)[matching.DEPTH]
+        return np.asarray(row[self._group.index_ranks(len(self.costs))])
 
     def adjust(self, adjustment: Adjustment) -> None:
         """Costs are as a request wants them, until `reset`."""
@@ -121,8 +129,9 @@ class GroupArrays:
         self._factors, self._bonus = np.ones(num_ranks), np.zeros(num_ranks)
         if self._adjustment is not None:  # an array grew on behalf of a request
             self._write_adjustment(self._adjustment)
+        self._held = prefix_query.new_rows()
         return Bundle(
-            self._settings, prefix_query.bundle, prefix_query.new_rows(),
+            self._settings, prefix_query.bundle, self._held,
             load.ranks.reshape(-1), self.traffic,
             self._group.index_ranks(num_ranks), self.costs, self.own_ms, waits, found,
             load.active.slots, *load.forecast.arrays, load.popular_keys, load.popular_counts,

@@ -1,6 +1,7 @@
 """The load of the fleet: requests in flight on each rank, and cache sizes.
 
-In:  requests that a kernel has accounted for, their first tokens and ends; sizes of caches.
+In:  requests that a kernel has accounted for, their first tokens, answers and ends; the load of
+     others; sizes of caches.
 Out: the arrays that the next decision reads (kernels/costing.py, kernels/active_blocks.py).
 """
 
@@ -20,12 +21,24 @@ from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
 from kvplug.kernels import active_blocks, costing, forecast
 from kvplug.router.cache_forecast import CacheForecast
+from kvplug.router.output_blocks import OutputBlocks, OutputShare
+from kvplug.router.reported_load import NO_OTHERS, OthersLoad, ReportedLoad, others_of
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 _POPULAR = 4096  # prefixes that are counted at a time
+_WAITING_COLUMNS = [costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]
+# Where the load of others is counted beside the router's own.
+_OTHERS_COLUMNS = (
+    (costing.NUM_RUNNING, "num_in_flight"),
+    (costing.NUM_WAITING, "num_waiting"),
+    (costing.PREFILL_TOKENS, "tokens"),
+    (costing.WAITING_MS, "ms"),
+    (costing.COMING_BLOCKS, "coming"),
+    (costing.ACTIVE_BLOCKS, "blocks"),
+)
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
@@ -34,6 +47,10 @@ class ActiveRequest(msgspec.Struct, eq=False):
     cached, by the forecast; tokens loaded from each tier), tokens to be computed before its own,
     whether others were decoding, leading blocks that the rank's events said it has (in any tier,
     expected ones aside). From `prefill_tokens` on as kernels/routing.py has it.
+
+    `number`: of the request, among all that were started; `is_timed`: whether `routed_s` is when it
+    was sent to the rank, so that its times tell how fast the rank is; `shows_in_event`: whether an
+    event of the rank will show the end of its prefill.
     """
 
     rank_number: int
@@ -54,6 +71,15 @@ class ActiveRequest(msgspec.Struct, eq=False):
     is_prefilled: bool = False
     first_token_s: float | None = None
     prefilled_before: float = 0.0
+    reports_first_token: bool = True
+    is_timed: bool = True
+    shows_in_event: bool = False
+    number: int = -1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return round(self.new_tokens + self.cached_tokens)
 
     @property
     def lower_tokens(self) -> float:
@@ -62,7 +88,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
 
 class ActiveLoad:
-    """start, first_token, finish, expire, forget; sizes of caches.
+    """start, first_token, add_output_block, finish, expire, forget; set_others; sizes of caches.
 
     `ranks`: float64[ranks, NUM_COLUMNS] (kernels/costing.py), of which those of the engine's
     model are kept by kvplug/router/engine_speeds.py; `active`: blocks of live requests; `forecast`:
@@ -81,6 +107,10 @@ class ActiveLoad:
         self._expiry_s = request_expiry_s
         self._requests: OrderedDict[str, ActiveRequest] = OrderedDict()
         self._waiting: list[deque[ActiveRequest]] = []
+        self._outputs: list[OutputBlocks] = []
+        self._counted_outputs: list[int] = []
+        self._others: dict[int, OthersLoad] = {}
+        self._others_first: set[int] = set()
         self._prefilled_tokens: list[float] = []
         self._untold: set[int] = set()
         self._presumed: list[tuple[float, int, ActiveRequest]] = []
@@ -100,6 +130,14 @@ class ActiveLoad:
         except KeyError as error:
             raise UnknownRequestError(f"request {request_id!r} is not in flight") from error
 
+    def find(self, request_id: str) -> ActiveRequest | None:
+        """The request in flight, None if there is none."""
+        return self._requests.get(request_id)
+
+    def waiting_on(self, number: int) -> list[ActiveRequest]:
+        """Requests on the rank without a first token, in the order in which they came."""
+        return list(self._waiting[number])
+
     def start(
         self, request_id: str, request: ActiveRequest, presumed_s: float | None = None
     ) -> None:
@@ -107,9 +145,13 @@ class ActiveLoad:
         if nobody will report it.
         """
         self._requests[request_id] = request
-        self._waiting[request.rank_number].append(request)
+        number, request.number = request.rank_number, next(self._order)
+        self._waiting[number].append(request)
+        is_behind = number in self._others and number not in self._others_first
+        if is_behind and len(self._waiting[number]) == 1:  # others wait, nobody says for how long
+            self._put_first(number, request.routed_s)
         if presumed_s is not None:
-            heapq.heappush(self._presumed, (presumed_s, next(self._order), request))
+            heapq.heappush(self._presumed, (presumed_s, request.number, request))
 
     def first_token(self, request_id: str, now_s: float) -> ActiveRequest | None:
         """The prefill of a request is done; None if that was known, or it is not in flight."""
@@ -117,30 +159,75 @@ class ActiveLoad:
         if request is None or request.first_token_s is not None:
             return None
         request.first_token_s = now_s
-        if not request.is_prefilled:
-            self._end_prefill(request, now_s)
+        self.end_prefill(request, now_s)
         return request
+
+    def end_prefill(self, request: ActiveRequest, now_s: float) -> None:
+        """The rank has computed the prompt; nothing is done if that was known."""
+        if not request.is_prefilled:
+            self._prefilled_tokens[request.rank_number] += request.new_tokens
+            self._end_waiting(request, now_s)
+
+    def add_output_block(self, request_id: str, fraction_left: float | None = None) -> bool:
+        """The answer has filled a block; False if the request is not in flight. `fraction_left`: of
+        the answer, which is how much the request's own blocks count from now on.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        share = self._outputs[request.rank_number].share_of(request.number)
+        share.add()
+        if fraction_left is not None:
+            share.decay(fraction_left, self._num_own(request))
+        self._put_outputs(request.rank_number)
+        return True
+
+    def set_prefill(self, request: ActiveRequest, num_tokens: int, block_size: int) -> None:
+        """So many tokens of a request in flight are to be computed, not as many as were found."""
+        row = self.ranks[request.rank_number]
+        new, cached = float(num_tokens), float(request.num_tokens - num_tokens)
+        ms = row[costing.TOKEN_MS] * new + row[costing.ATTENTION_MS] * new * (cached + 0.5 * new)
+        wanted = float(ms), new, new / block_size
+        known = request.prefill_ms, request.prefill_tokens, request.num_coming
+        row[_WAITING_COLUMNS] += np.subtract(wanted, known)
+        request.prefill_ms, request.prefill_tokens, request.num_coming = wanted
+        request.new_tokens, request.cached_tokens = new, cached
+        is_first = self._waiting[request.rank_number][0] is request
+        if is_first and request.rank_number not in self._others_first:
+            row[costing.FIRST_MS] = ms
+
+    def take_outputs(self, request: ActiveRequest, share: OutputShare) -> None:
+        """A request in flight has come from another rank, with the blocks of its answer."""
+        share.own(self._num_own(request))
+        self._outputs[request.rank_number].put(request.number, share)
+        self._put_outputs(request.rank_number)
 
     def finish(self, request_id: str, now_s: float) -> ActiveRequest | None:
         """A request is over; None if it is not in flight."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if not request.is_prefilled:
-            self._end_prefill(request, now_s)
-        number = request.rank_number
-        num_gone = active_blocks.leave(self.active.slots, request.sequence_hashes, number)
-        self.ranks[number, costing.ACTIVE_BLOCKS] -= num_gone
-        self.ranks[number, costing.CONTEXT_TOKENS] -= request.new_tokens + request.cached_tokens
-        self.ranks[number, costing.NUM_RUNNING] -= 1
+        self.end_prefill(request, now_s)
+        self._leave(request)
         return request
 
-    def renew(self, request_id: str, now_s: float) -> None:
-        """A request counts for the whole time again; nothing is done if it is not in flight."""
+    def withdraw(self, request_id: str, now_s: float) -> tuple[ActiveRequest, OutputShare | None]:
+        """A request in flight leaves its rank, which need not have computed any of its prompt; it,
+        and the blocks of its answer.
+        """
+        request = self._requests.pop(request_id)
+        if not request.is_prefilled:
+            self._end_waiting(request, now_s)
+        return request, self._leave(request)
+
+    def renew(self, request_id: str, now_s: float) -> bool:
+        """A request counts for the whole time again; False if it is not in flight."""
         request = self._requests.get(request_id)
-        if request is not None:
-            request.deadline_s = self.deadline_s(now_s)
-            self._requests.move_to_end(request_id)
+        if request is None:
+            return False
+        request.deadline_s = self.deadline_s(now_s)
+        self._requests.move_to_end(request_id)
+        return True
 
     def expire(self, now_s: float) -> None:
         """Presume first tokens that are due. Stop counting requests that were not finished in time;
@@ -148,8 +235,7 @@ class ActiveLoad:
         """
         while self._presumed and self._presumed[0][0] <= now_s:
             _, _, request = heapq.heappop(self._presumed)
-            if not request.is_prefilled:
-                self._end_prefill(request, now_s)
+            self.end_prefill(request, now_s)
         while self._requests:
             request_id, request = next(iter(self._requests.items()))
             if request.deadline_s > now_s:
@@ -163,6 +249,8 @@ class ActiveLoad:
         mine = [i for i, request in self._requests.items() if request.rank_number == number]
         for request_id in mine:
             self.finish(request_id, now_s)
+        self._others.pop(number, None)
+        self._others_first.discard(number)
         self.ranks[number, : costing.FIXED_MS] = 0.0
         self.ranks[number, costing.NOTED_MS] = costing.NEVER_MS
         self._untold.discard(number)
@@ -181,6 +269,8 @@ class ActiveLoad:
             rows[:, costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS if self.counts_sent else 0.0
             self.ranks = np.vstack([self.ranks, rows])
             self._waiting += [deque() for _ in range(missing)]
+            self._outputs += [OutputBlocks() for _ in range(missing)]
+            self._counted_outputs += [0] * missing
             self._prefilled_tokens += [0.0] * missing
             self.version.count += 1
         self.active.reserve(num_blocks)
@@ -234,9 +324,69 @@ class ActiveLoad:
         if not capacity > 0:
             row[costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS
 
-    def _end_prefill(self, request: ActiveRequest, now_s: float) -> None:
+    def set_others(
+        self, number: int, reported: ReportedLoad, block_size: int, now_s: float
+    ) -> None:
+        """The rank's engine reports its load: what exceeds the router's own counts beside it."""
+        self.reserve(number + 1)
+        before, row = self._others.pop(number, NO_OTHERS), self.ranks[number]
+        own = self._own(number, before)
+        others = others_of(reported, own, float(row[costing.TOKEN_MS]), block_size)
+        for column, name in _OTHERS_COLUMNS:
+            row[column] = getattr(own, name) + getattr(others, name)
+        if others != NO_OTHERS:
+            self._others[number] = others
+        if number in self._others_first or not self._waiting[number]:
+            self._put_first(number, now_s)
+
+    def others(self, number: int) -> OthersLoad:
+        """Of the rank, as reported last."""
+        return self._others.get(number, NO_OTHERS)
+
+    def _own(self, number: int, others: OthersLoad) -> OthersLoad:
+        """What the router has sent to the rank itself, in the same columns."""
+        row, is_idle = self.ranks[number], not self._waiting[number]
+        own = {name: row[column] - getattr(others, name) for column, name in _OTHERS_COLUMNS}
+        if is_idle:  # not what rounding has left
+            own.update(ms=0.0, tokens=0.0, coming=0.0)
+        return OthersLoad(**{name: float(value) for name, value in own.items()})
+
+    def _put_first(self, number: int, now_s: float) -> None:
+        """The rank begins with what others wait for; with the oldest request if they do not."""
+        others, waiting, row = self.others(number), self._waiting[number], self.ranks[number]
+        if others.ms > 0 and (not waiting or number in self._others_first):
+            self._others_first.add(number)
+            row[costing.FIRST_MS] = others.ms
+        else:
+            self._others_first.discard(number)
+            row[costing.FIRST_MS] = waiting[0].prefill_ms if waiting else 0.0
+        row[costing.FIRST_SINCE_MS] = 1e3 * now_s
+
+    def _num_own(self, request: ActiveRequest) -> int:
+        """Last blocks of the prompt that no other request on the rank has."""
+        slots, hashes = self.active.slots, request.sequence_hashes
+        return int(active_blocks.num_exclusive(slots, hashes, request.rank_number))
+
+    def _put_outputs(self, number: int) -> None:
+        """Count the blocks of answers on the rank as they are now."""
+        num_blocks = self._outputs[number].num_blocks
+        self.ranks[number, costing.ACTIVE_BLOCKS] += num_blocks - self._counted_outputs[number]
+        self._counted_outputs[number] = num_blocks
+
+    def _leave(self, request: ActiveRequest) -> OutputShare | None:
+        """The request is not on its rank any more; the blocks of its answer, None without one."""
         number = request.rank_number
-        self._prefilled_tokens[number] += request.new_tokens
+        num_gone = active_blocks.leave(self.active.slots, request.sequence_hashes, number)
+        self.ranks[number, costing.ACTIVE_BLOCKS] -= num_gone
+        self.ranks[number, costing.CONTEXT_TOKENS] -= request.new_tokens + request.cached_tokens
+        self.ranks[number, costing.NUM_RUNNING] -= 1
+        share = self._outputs[number].end(request.number)
+        if share is not None:
+            self._put_outputs(number)
+        return share
+
+    def _end_waiting(self, request: ActiveRequest, now_s: float) -> None:
+        number = request.rank_number
         request.is_prefilled, request.prefilled_before = True, self._prefilled_tokens[number]
         row, waiting = self.ranks[number], self._waiting[number]
         was_first = bool(waiting) and waiting[0] is request
@@ -248,8 +398,9 @@ class ActiveLoad:
         if number in self._untold:
             row[costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS
         if not waiting:  # what rounding has left
-            row[[costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]] = 0.0
-        elif was_first:
-            row[costing.FIRST_MS], row[costing.FIRST_SINCE_MS] = waiting[0].prefill_ms, 1e3 * now_s
+            others = self._others.get(number, NO_OTHERS)
+            row[_WAITING_COLUMNS] = others.ms, others.tokens, others.coming
+        if was_first and number not in self._others_first and (waiting or number in self._others):
+            self._put_first(number, now_s)
         if self.counts_sent:
             self._presume_resident(number)

@@ -44,6 +44,9 @@ class RouterObserver:
     def on_decision(self, decision: Decision, request: ActiveRequest) -> None:
         """A request was routed; `request` has its hashes, and when."""
 
+    def on_moved(self, request_id: str) -> None:
+        """A request in flight is on another rank than the decision said."""
+
     def watches(self, rank: Rank) -> bool:
         """Whether removals are to be told from stores now, by `before_removal` and
         `after_removal`. Asked before each slice of events.

@@ -61,6 +61,7 @@ class RouteOptions(TypedDict, total=False):
     override: RouterConfigOverride | None
     max_tokens: int | None
     reports_first_token: bool
+    num_ranked: int
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -76,6 +77,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     override: RouterConfigOverride | None = None
     max_tokens: int | None = None
     reports_first_token: bool = True
+    num_ranked: int = 0
 
     @property
     def max_answer_tokens(self) -> float:
@@ -109,7 +111,7 @@ _DP_RANK = Limits(
 )
 _SWITCH = Limits("True or False", lambda value: isinstance(value, bool))
 _WEIGHT = Limits("a finite number of at least 0", lambda value: finite(value) >= 0)
-_LABEL = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
+_COUNT = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
 
 
 def options_of(given: RouteOptions) -> RequestOptions:
@@ -123,6 +125,8 @@ def options_of(given: RouteOptions) -> RequestOptions:
     if options.dp_rank is not None:
         _require(_DP_RANK, dp_rank=options.dp_rank)
     _require(_SWITCH, reports_first_token=options.reports_first_token)
+    if options.num_ranked != 0 or type(options.num_ranked) is not int:
+        _require(_COUNT, num_ranked=options.num_ranked)
     if options.override is not None:
         _check_override(options.override)
     return options
@@ -139,7 +143,7 @@ def _check_override(override: object) -> None:
         return
     if not isinstance(query, MoeQuery):
         raise ConfigError(f"moe_query must be a MoeQuery, got {shown(query)}")
-    _require(_LABEL, layer=query.layer, expert=query.expert, group=query.group)
+    _require(_COUNT, layer=query.layer, expert=query.expert, group=query.group)
     _require(_SWITCH, fallback_to_unlabeled=query.fallback_to_unlabeled)
 
 

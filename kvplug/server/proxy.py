@@ -20,7 +20,7 @@ from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_event
 from kvplug.audit.audit import Audit
-from kvplug.errors import NoWorkerError, UnknownRequestError
+from kvplug.errors import NoWorkerError
 from kvplug.events import Namespace
 from kvplug.hashing import Tokens
 from kvplug.router.core import Router
@@ -214,9 +214,7 @@ class Proxy:
         if exchange.renewal is not None:
             exchange.renewal.cancel()
         self._audit.abandon(request_id, "no_whole_answer")
-        try:
-            self._router.finish(request_id, exchange.num_tokens)
-        except UnknownRequestError:
+        if not self._router.finish(request_id, exchange.num_tokens):
             logger.debug("request %s had expired", request_id)
 
 

@@ -41,6 +41,24 @@ def test_blocks_count_once_per_rank_as_long_as_any_request_has_them(steps, asked
     table.check()
 
 
+def num_exclusive(prompt, counts):
+    """From the last block on, as long as the count is 1."""
+    own = [counts[block] == 1 for block in reversed(prompt)]
+    return [*own, False].index(False)
+
+
+@given(st.lists(st.tuples(st.integers(0, NUM_RANKS - 1), prompts), min_size=1, max_size=12))
+def test_the_last_blocks_that_only_one_request_has(requests):
+    table, counts = HashTable(), [Counter() for _ in range(NUM_RANKS)]
+    for rank, prompt in requests:
+        table.reserve(len(prompt))
+        active_blocks.enter(table.slots, u64(prompt), rank)
+        counts[rank] += Counter(prompt)
+    for rank, prompt in requests:
+        num_own = active_blocks.num_exclusive(table.slots, u64(prompt), rank)
+        assert num_own == num_exclusive(prompt, counts[rank])
+
+
 def test_a_long_prompt_is_entered_and_left_whole():
     table, prompt = HashTable(), np.arange(1, 5001, dtype=np.uint64) * np.uint64(2**40 + 1)
     table.reserve(2 * len(prompt))

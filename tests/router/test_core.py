@@ -14,7 +14,9 @@ from kvplug import (
     RouterConfig,
     codec,
 )
-from kvplug.errors import ConfigError, HashingError, NoWorkerError, UnknownRequestError
+from kvplug.errors import ConfigError, HashingError, NoWorkerError
+from kvplug.hashing import BlockHasher, as_tokens
+from kvplug.kernels import costing
 from kvplug.records import read_payloads
 
 PROMPT = list(range(64))
@@ -164,8 +166,40 @@ def test_a_request_is_load_until_it_is_finished():
         router.route(PROMPT, request_id="r")
     router.finish(decision.request_id)
     assert len(router.load) == 0
-    with pytest.raises(UnknownRequestError, match="'r': it is not in flight"):
-        router.finish("r")
+
+
+def test_of_a_request_that_is_not_in_flight_nothing_can_be_said():
+    router = make_router("a", "b")
+    router.route(PROMPT, request_id="r")
+    said = (
+        lambda: router.renew("r"),
+        lambda: router.moved("r", Rank("b")),
+        lambda: router.add_output_block("r"),
+        lambda: router.first_token("r"),
+        lambda: router.finish("r"),
+    )
+    assert [say() for say in said] == [True] * len(said)
+    before = router.load.ranks.tolist()
+    assert [say() for say in said] == [False] * len(said)
+    assert router.load.ranks.tolist() == before
+
+
+def test_a_second_first_token_has_no_effect():
+    router = make_router("a")
+    router.route(PROMPT, request_id="r")
+    assert [router.first_token("r") for _ in range(2)] == [True, False]
+
+
+def test_hashes_of_a_caller_are_its_own():
+    router = make_router("a")
+    hashes = BlockHasher(4).sequence_hashes(as_tokens(PROMPT))
+    asked = hashes.copy()
+    asked.flags.writeable = False
+    decision = router.route_hashed(asked, 64)
+    asked.flags.writeable = True
+    asked[:] = 0
+    router.finish(decision.request_id)
+    assert router.load.ranks[0, costing.ACTIVE_BLOCKS] == len(router.load.active) == 0
 
 
 def test_a_request_that_nobody_finishes_expires():
