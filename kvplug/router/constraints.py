@@ -27,6 +27,7 @@ from kvplug.events import Rank
 from kvplug.kernels.candidates import keep_idle
 from kvplug.router.config import RouterConfig
 from kvplug.router.fleet_index import FleetIndex
+from kvplug.router.group_arrays import Adjustment
 from kvplug.router.load import ActiveLoad
 from kvplug.router.options import NO_OPTIONS, RequestOptions
 from kvplug.setting import finite, shown
@@ -35,6 +36,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 _MAX_REMEMBERED: Final = 256
+_NONE_REQUIRED: Final[frozenset[str]] = frozenset()
 
 
 def checked_names(names: Collection[str], what: str) -> frozenset[str]:
@@ -53,11 +55,11 @@ class _Demand(NamedTuple):
     workers: frozenset[str] | None = None
     worker: str = ""
     dp_rank: int | None = None
-    required_taints: frozenset[str] = frozenset()
+    required_taints: frozenset[str] = _NONE_REQUIRED
 
 
 class Constraints:
-    """candidates, factors; call `clear` when the fleet has changed. Not thread-safe."""
+    """candidates, preference; call `clear` when the fleet has changed. Not thread-safe."""
 
     def __init__(self, config: RouterConfig, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._fleet_index, self._load = fleet_index, load
@@ -65,41 +67,58 @@ class Constraints:
         self._most_tokens, self._most_share = (np.inf if each is None else each for each in most)
         self._is_never_busy = most == (None, None)
         self._all: I64 | None = None  # of a request that demands nothing: most do
-        self._candidates: dict[_Demand, I64] = {}
-        self._factors: dict[tuple[object, ...], F64] = {}
+        self._candidates: dict[tuple[object, ...], I64] = {}
+        self._preferences: dict[tuple[object, ...], Adjustment] = {}
 
     def clear(self) -> None:
         """Somebody came or went, or has another model or other taints."""
         self._all = None
         self._candidates.clear()
-        self._factors.clear()
+        self._preferences.clear()
 
     def candidates(self, options: RequestOptions) -> I64:
         """int64[n], n > 0: the ranks that may take a request; NoWorkerError if there are none."""
-        if options is NO_OPTIONS and self._all is not None:
-            return self._all if self._is_never_busy else self._without_busy(self._all)
-        demand = _demand_of(options)
-        numbers = self._candidates.get(demand)
+        numbers = self._all if options is NO_OPTIONS else self._known(options)
         if numbers is None:
+            demand = _demand_of(options)
+            numbers = self._find(demand)
             if len(self._candidates) >= _MAX_REMEMBERED:
                 self._candidates.clear()
-            numbers = self._candidates[demand] = self._find(demand)
-        if options is NO_OPTIONS:
-            self._all = numbers
+            self._candidates[demand] = numbers
+            if options is NO_OPTIONS:
+                self._all = numbers
         return numbers if self._is_never_busy else self._without_busy(numbers)
 
-    def factors(self, preferred_taints: Mapping[str, float] | None) -> F64 | None:
-        """float64[ranks], of the cost; None if a request prefers nobody."""
-        if not preferred_taints:
+    def _known(self, options: RequestOptions) -> I64 | None:
+        """What an equal demand came to before."""
+        required = options.required_taints or _NONE_REQUIRED
+        said = (options.model, options.workers, options.worker, options.dp_rank, required)
+        try:
+            numbers = self._candidates.get(said)
+        except TypeError:  # a list or a set
+            return self._candidates.get(_demand_of(options))
+        if numbers is None:
+            numbers = self._candidates.get(_demand_of(options))
+            if numbers is not None:
+                self._candidates[said] = numbers
+        return numbers
+
+    def preference(self, taints: Mapping[str, float] | None) -> Adjustment | None:
+        """Factors of the cost by preferred taints; None if a request prefers nobody.
+
+        Equal taints have the same object, as long as the fleet does not change.
+        """
+        if not taints:
             return None
-        key = _key_of(preferred_taints)
-        factors = self._factors.get(key)
-        if factors is None:
-            weights = _checked_weights(preferred_taints)
-            if len(self._factors) >= _MAX_REMEMBERED:
-                self._factors.clear()
-            factors = self._factors[key] = self._find_factors(weights)
-        return factors
+        key = _key_of(taints)
+        preference = self._preferences.get(key)
+        if preference is None:
+            weights = _checked_weights(taints)
+            if len(self._preferences) >= _MAX_REMEMBERED:
+                self._preferences.clear()
+            preference = Adjustment(factors=self._find_factors(weights))
+            self._preferences[key] = preference
+        return preference
 
     def require_left(self, numbers: I64, constraint: str, demanded: str) -> I64:
         """The numbers, if there are any; else NoWorkerError."""
@@ -172,7 +191,7 @@ def _demand_of(options: RequestOptions) -> _Demand:
         None if workers is None else checked_names(workers, "workers"),
         options.worker,
         options.dp_rank,
-        checked_names(required, "required_taints") if required else frozenset(),
+        checked_names(required, "required_taints") if required else _NONE_REQUIRED,
     )
 
 

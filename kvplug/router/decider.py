@@ -106,7 +106,7 @@ class Decider:
     ) -> None:
         self._config, self._fleet_index, self._load = config, fleet_index, load
         self._random = random_ or random.Random()
-        self._temperature = config.temperature
+        self._wanted: Adjustment | None = None  # by the request at hand
         self._constraints = Constraints(config, fleet_index, load)
         self._round_robin, self._rendezvous = RoundRobin(), RendezvousHash()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
@@ -128,10 +128,10 @@ class Decider:
         candidates = self._constraints.candidates(options)
         if options is NO_OPTIONS:
             return Plan(candidates)
-        override, factors = options.override, self._constraints.factors(options.preferred_taints)
+        override = options.override
+        preference = self._constraints.preference(options.preferred_taints)
         if override is None:
-            adjustment = None if factors is None else Adjustment(factors=factors)
-            return Plan(candidates, adjustment)
+            return Plan(candidates, preference)
         if not self._config.needs_index and (override.overlap_score_weight or override.moe_query):
             raise ConfigError(
                 f"cannot route a request with {shown(override)}: expected a router with an "
@@ -146,6 +146,7 @@ class Decider:
                 aligned_candidates = candidates[aligned[candidates] > 0]
                 candidates = self._constraints.require_left(aligned_candidates, "moe_query", text)
         weight, temperature = override.overlap_score_weight, override.router_temperature
+        factors = None if preference is None else preference.factors
         return Plan(candidates, Adjustment(weight, temperature, factors, bonus))
 
     def decide(
@@ -161,27 +162,10 @@ class Decider:
             request_id = self._new_id()
         elif request_id in self._load:
             self.require_new(request_id, "route")
-        candidates, adjustment = plan
+        candidates, self._wanted = plan
         if self._config.mode != "kv":
             candidates = np.array([self._pick_by_mode(candidates, options.session)])
         groups = self._fleet_index.groups_with(candidates)
-        if adjustment is None:
-            return self._decide(groups, prompt, request_id, candidates, now_s, options)
-        self._adjust(groups, adjustment)
-        try:
-            return self._decide(groups, prompt, request_id, candidates, now_s, options)
-        finally:
-            self._reset(groups)
-
-    def _decide(
-        self,
-        groups: tuple[IndexGroup, ...],
-        prompt: Prompt,
-        request_id: str,
-        candidates: I64,
-        now_s: float,
-        options: RequestOptions,
-    ) -> Decision:
         if len(groups) > 1:
             return self._decide_among(prompt, request_id, candidates, now_s, options)
         request = self._request(prompt, groups[0], now_s, options)
@@ -203,21 +187,11 @@ class Decider:
 
     def peek(self, prompt: Prompt, plan: Plan, options: RequestOptions, now_s: float) -> Decision:
         """As `decide`, with nothing counted and nothing learnt; the decision has no request id."""
-        candidates, wanted = plan
+        candidates, self._wanted = plan
         if self._config.mode != "kv":
             turns = copy(self._round_robin)
             candidates = np.array([self._pick_by_mode(candidates, options.session)])
             self._round_robin = turns
-        groups = self._fleet_index.groups_with(candidates)
-        self._adjust(groups, wanted or Adjustment())
-        try:
-            return self._peek(prompt, candidates, options, now_s)
-        finally:
-            self._reset(groups)
-
-    def _peek(
-        self, prompt: Prompt, candidates: I64, options: RequestOptions, now_s: float
-    ) -> Decision:
         stages = routing.SCORE | routing.PEEK
         costs, requests = self._score(stages, prompt, candidates, now_s, options)
         number = self._pick(candidates, costs[candidates])
@@ -239,6 +213,7 @@ class Decider:
         """int64[ranks]: tokens of a prompt that each rank would have to compute, as far as anybody
         knows; nothing is counted or learnt.
         """
+        self._wanted = None
         new: I64 = np.full(len(self._fleet_index.numbers.ranks), len(prompt), dtype=np.int64)
         ranks = [n for n, rank in enumerate(self._fleet_index.numbers.ranks) if rank is not None]
         here = np.array(ranks, dtype=np.int64)
@@ -255,7 +230,7 @@ class Decider:
         """Count a request as load of a rank that somebody else has chosen; it, and its predicted
         time to first token in ms. `is_new`: it was not counted before, and tells of the traffic.
         """
-        group, here = self._group_of(number), np.array([number])
+        group, here, self._wanted = self._group_of(number), np.array([number]), None
         request = self._request(prompt, group, now_s, NO_OPTIONS)
         self._make_room(group, here, len(request.hashes))
         traffic = self._arrays_of(group).traffic
@@ -267,18 +242,6 @@ class Decider:
         _, _, _, _, _, _, own_ms, *prefill = self._row.tolist()
         deadline_s = self._load.deadline_s(now_s)
         return ActiveRequest(number, request.hashes, now_s, deadline_s, *prefill), own_ms
-
-    def _adjust(self, groups: tuple[IndexGroup, ...], wanted: Adjustment) -> None:
-        """Costs are as a request wants them, until `_reset`."""
-        if wanted.temperature is not None:
-            self._temperature = wanted.temperature
-        for group in groups:
-            self._arrays_of(group).adjust(wanted)
-
-    def _reset(self, groups: tuple[IndexGroup, ...]) -> None:
-        self._temperature = self._config.temperature
-        for group in groups:
-            self._arrays_of(group).reset()
 
     def _pick_by_mode(self, candidates: I64, session: str) -> int:
         """The number of a rank, in a mode that does not go by cost."""
@@ -315,12 +278,8 @@ class Decider:
         groups = self._fleet_index.groups_with(plans[0].candidates)
         can_be_at_once = self._config.mode == "kv" and len(groups) == 1 and not has_query
         if can_be_at_once and not groups[0].index.bigrams:
-            candidates, wanted = plans[0]
-            self._adjust(groups, wanted or Adjustment())
-            try:
-                return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
-            finally:
-                self._reset(groups)
+            candidates, self._wanted = plans[0]
+            return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
         return [
             self.decide(prompt, None, plan, options, now_s)
             for prompt, plan in zip(given, plans, strict=True)
@@ -388,8 +347,11 @@ class Decider:
         return self._fleet_index.group_of(self._fleet_index.numbers.rank(number))
 
     def _pick(self, candidates: I64, costs: F64) -> int:
-        if self._temperature > 0:
-            return pick_softmax(candidates, costs, self._temperature, self._random)
+        temperature = self._config.temperature
+        if self._wanted is not None and self._wanted.temperature is not None:
+            temperature = self._wanted.temperature
+        if temperature > 0:
+            return pick_softmax(candidates, costs, temperature, self._random)
         return pick_cheapest(candidates, costs, self._random)
 
     def _request(
@@ -477,6 +439,7 @@ class Decider:
         if arrays is None:
             arrays = self._arrays[group] = GroupArrays(self._config, group, self._load)
         arrays.refresh(len(self._fleet_index.numbers.ranks))
+        arrays.adjust(self._wanted)
         return arrays
 
     def _new_id(self) -> str:

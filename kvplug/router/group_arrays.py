@@ -74,28 +74,18 @@ class GroupArrays:
         row = self._held.reshape(matching.NUM_ROWS, -1)[matching.DEPTH]
         return np.asarray(row[self._group.index_ranks(len(self.costs))])
 
-    def adjust(self, adjustment: Adjustment) -> None:
-        """Costs are as a request wants them, until `reset`."""
-        self._adjustment = adjustment
-        self._write_adjustment(adjustment)
-
-    def reset(self) -> None:
-        """Costs are as configured again."""
-        was, settings, config, self._adjustment = (
-            self._adjustment, self._settings, self._config, None,
-        )  # fmt: skip
-        if was is None:
+    def adjust(self, wanted: Adjustment | None) -> None:
+        """Costs are as a request wants them from now on; None: as configured."""
+        if wanted is self._adjustment:  # as of most requests before
             return
+        settings, config = self._settings, self._config
+        settings[scoring.COST_IN_MS] = config.is_cost_in_ms
+        settings[scoring.OVERLAP_WEIGHT] = config.weight
+        settings[scoring.TEMPERATURE] = config.temperature
         settings[scoring.IS_ADJUSTED] = 0.0
-        if was.bonus is not None:
-            self._bonus[:] = 0.0
-        if was.factors is not None:
-            self._factors[:] = 1.0
-        if was.weight is not None:
-            settings[scoring.COST_IN_MS] = config.is_cost_in_ms
-            settings[scoring.OVERLAP_WEIGHT] = config.weight
-        if was.temperature is not None:
-            settings[scoring.TEMPERATURE] = config.temperature
+        self._adjustment = wanted
+        if wanted is not None:
+            self._write_adjustment(wanted)
 
     def _write_adjustment(self, wanted: Adjustment) -> None:
         settings = self._settings
@@ -103,12 +93,10 @@ class GroupArrays:
             settings[scoring.COST_IN_MS], settings[scoring.OVERLAP_WEIGHT] = 0.0, wanted.weight
         if wanted.temperature is not None:
             settings[scoring.TEMPERATURE] = wanted.temperature
-        if wanted.factors is not None:
+        if wanted.factors is not None or wanted.bonus is not None:
             settings[scoring.IS_ADJUSTED] = 1.0
-            self._factors[:] = wanted.factors
-        if wanted.bonus is not None:
-            settings[scoring.IS_ADJUSTED] = 1.0
-            self._bonus[:] = wanted.bonus
+            self._factors[:] = 1.0 if wanted.factors is None else wanted.factors
+            self._bonus[:] = 0.0 if wanted.bonus is None else wanted.bonus
 
     def reserve(self, candidates: I64, num_blocks: int, num_ranks: int) -> None:
         """Make room for a prompt of so many blocks on any of these ranks of the fleet."""
