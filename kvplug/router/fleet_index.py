@@ -34,6 +34,7 @@ from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
+from kvplug.index.event_values import is_sound
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.prefix_query import TierCredits
 from kvplug.index.sweeping import Clearing
@@ -462,6 +463,6 @@ class FleetIndex:
 
 def _first_blocks(batch: EventBatch) -> Blocks | None:
     for event in batch.events:
-        if isinstance(event, BlockStored):
+        if isinstance(event, BlockStored) and is_sound(event):
             return Blocks(event.block_size, event.bigrams)
     return None
