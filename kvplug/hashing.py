@@ -225,7 +225,7 @@ class BlockHasher:
         self, tokens: Tokens, block: int, seed: np.uint64, keys: Sequence[int]
     ) -> np.uint64:
         start = block * self.block_size
-        appended = np.array(sorted(keys), dtype="<u8").view("<u4")
+        appended = np.sort(as_hashes(keys)).astype("<u8").view("<u4")
         words = np.concatenate([tokens[start : start + self.window], appended])
         out = np.empty(1, dtype=np.uint64)
         kernels.hash_blocks(words.astype(np.uint32), len(words), len(words), seed, out)

@@ -31,6 +31,7 @@ from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_annotation import BlockAnnotation
+from kvplug.index.block_copies import BlockCopies, copies_of
 from kvplug.index.block_store import BlockStore
 from kvplug.index.bounds import Bounds, CapacityGuard
 from kvplug.index.cache_groups import CacheGroups
@@ -162,12 +163,17 @@ class BlockIndex:
     def remove_worker(self, worker: str) -> None:
         """Forget all ranks of a worker; later events of theirs are refused."""
         for rank in self.hash_spaces.ranks_of(worker):
-            self.clear(rank)
-            self.annotations.on_rank_removed(self.numbers.number_of(rank))
-            self.cache_groups.forget(self.numbers.number_of(rank))
-            self.lower_tiers.forget(self.numbers.number_of(rank))
-            self._repeated_stores.forget(self.numbers.number_of(rank))
-            self.hash_spaces.remove(rank)
+            self.remove_rank(rank)
+
+    def remove_rank(self, rank: Rank) -> None:
+        """Forget one rank of a worker."""
+        number = self.numbers.number_of(rank)
+        self.clear(rank)
+        self.annotations.on_rank_removed(number)
+        self.cache_groups.forget(number)
+        self.lower_tiers.forget(number)
+        self._repeated_stores.forget(number)
+        self.hash_spaces.remove(rank)
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
         """The rank holds nothing any more (in this tier); returns how many copies it had."""
@@ -263,6 +269,18 @@ class BlockIndex:
             holder = self.cache_groups.holder_of(number, group, tier or Tier.DEVICE)
             holders = [] if holder is None else [holder]
         return engine_hashes[self.block_store.which_held(hashes, holders)]
+
+    def holders_of(self, sequence_hashes: HashesLike) -> list[dict[Rank, BlockCopies]]:
+        """For each of these blocks, which ranks have it, and where; {} for one that nobody has.
+
+        By what events said: blocks that are only expected somewhere are held by nobody.
+        """
+        return copies_of(as_hashes(sequence_hashes), self.block_store, self.numbers)
+
+    def holds_any(self, rank: Rank) -> bool:
+        """Whether the rank has a block in any memory."""
+        holders = self.numbers.holders(self.numbers.number_of(rank))
+        return any(self.block_store.num_held(holder) for holder in holders)
 
     def num_resident(self, rank: Rank) -> int:
         """Number of distinct blocks that the rank has on its device; of a hybrid model in the KV

@@ -212,6 +212,18 @@ class BlockStore:
         membership.which_held(sequence_hashes, self.sets.mask_of(holders), self.bundle, held)
         return held.view(np.bool_)
 
+    def holders_of(self, sequence_hashes: U64) -> list[list[int]]:
+        """The holders of each block, by number; none of a block that nobody has."""
+        places, low = self.table.find(sequence_hashes), np.uint64(0xFFFFFFFF)
+        sets = self.runs.column(runs.SET)[places & low] & low
+        words = np.ascontiguousarray(self.sets.bits.reshape(-1, self.sets.words)[sets])
+        members = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        is_held = (places != 0).tolist()
+        return [
+            np.flatnonzero(mine).tolist() if held else []
+            for mine, held in zip(members, is_held, strict=True)
+        ]
+
     def num_held(self, holder: int) -> int:
         """Number of blocks that the holder has."""
         counts = self.sets.num_held

@@ -37,6 +37,7 @@ from kvplug.index.block_store import BlockSpan
 from kvplug.index.bounds import CapacityGuard
 from kvplug.index.cache_groups import CacheGroups
 from kvplug.index.event_buffers import EventBuffers
+from kvplug.index.event_values import is_sound
 from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.lower_tiers import LowerTiers
@@ -44,8 +45,6 @@ from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
 
 U64 = npt.NDArray[np.uint64]
-
-_TIERS = frozenset([*Tier, None])
 
 
 class IndexParts(NamedTuple):
@@ -83,7 +82,7 @@ class SingleEvents:
 
     def apply(self, rank: Rank, event: Event, applied: ApplyResult) -> None:
         """Remember one event; one with a value that no event can have is refused as a whole."""
-        if getattr(event, "tier", None) not in _TIERS:
+        if not is_sound(event):
             return applied.reject(RejectReason.BAD_VALUE, _num_blocks(event))
         try:
             return self._apply(rank, event, applied)
@@ -322,7 +321,7 @@ class SingleEvents:
 
 
 def _num_blocks(event: Event) -> int:
-    hashes = getattr(event, "block_hashes", ())
+    hashes = getattr(event, "block_hashes", None)
     return len(hashes) if isinstance(hashes, Sized) else 1
 
 

@@ -27,6 +27,7 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.block_store import ARRAYS
 from kvplug.index.bounds import Bounds
 from kvplug.index.cache_groups import CacheGroup, GroupKind, RankGroups
+from kvplug.index.event_applier import Flag
 from kvplug.index.hash_table import require_sound
 from kvplug.index.lower_tiers import OffloadingRank
 from kvplug.index.prefix_query import TierCredits
@@ -133,6 +134,7 @@ def restore(
     *,
     bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     speculative_ttl_s: float = 2.0,
+    query_waiting: Flag | None = None,
     tier_credits: TierCredits = TierCredits(),  # noqa: B008 - immutable
     annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
 ) -> BlockIndex:
@@ -149,6 +151,7 @@ def restore(
             settings.block_size,
             bigrams=settings.bigrams,
             speculative_ttl_s=speculative_ttl_s,
+            query_waiting=query_waiting,
             bounds=bounds,
             tier_credits=tier_credits,
             annotations=annotations,

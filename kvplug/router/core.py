@@ -14,9 +14,10 @@ from typing import Unpack
 from kvplug.errors import ConfigError
 from kvplug.events import MoeLabel, Namespace, Rank
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
+from kvplug.index.block_copies import BlockCopies
 from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
-from kvplug.router.matches import OverlapScores, find_matches
+from kvplug.router.matches import OverlapScores, find_holders, find_matches
 from kvplug.router.options import (
     NO_OPTIONS,
     MoeQuery,
@@ -156,6 +157,20 @@ class Router(FollowedFleet):
         with self._lock:
             workers = self.fleet_index.workers_with(model, None) if model else None
             return find_matches(self.fleet_index, prompt, workers, label, self._clock())
+
+    def holders_of(
+        self,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+    ) -> list[dict[Rank, BlockCopies]]:
+        """For each full block of the prompt, which ranks have it, and where, by what events said.
+
+        Of a fleet with several block sizes ConfigError: ask `index_of(rank)`.
+        """
+        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        with self._lock:
+            return find_holders(self.fleet_index, prompt)
 
     def first_token(self, request_id: str) -> bool:
         """The prefill is done: its tokens no longer weigh on the rank, whose speed is learnt.

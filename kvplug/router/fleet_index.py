@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,12 @@ import numpy.typing as npt
 from kvplug.errors import ConfigError
 from kvplug.events import BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
+from kvplug.index import snapshot
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
+from kvplug.index.event_values import is_sound
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.prefix_query import TierCredits
 from kvplug.index.sweeping import Clearing
@@ -217,6 +220,50 @@ class FleetIndex:
             member.holding.add(rank)
         return at
 
+    def restore(self, path: Path) -> BlockIndex:
+        """The index of a file, set as those of this fleet are; SnapshotError if it has none."""
+        return snapshot.restore(
+            path,
+            bounds=self._bounds,
+            speculative_ttl_s=self._speculative_ttl_s,
+            query_waiting=self._query_waiting,
+            tier_credits=self._tier_credits,
+        )
+
+    def take_over(self, index: BlockIndex) -> list[str]:
+        """Go on with this index instead of the only, empty one. What it has of ranks that are not
+        in the fleet is left out; returns their workers, sorted.
+        """
+        group = self._require_empty(index.block_size)
+        strangers = [rank for rank in index.numbers.ranks if rank and rank not in self.numbers]
+        for rank in strangers:
+            index.remove_rank(rank)
+        group.index, group.block_size = index, index.block_size
+        for member in self._members.values():
+            for rank in member.ranks:
+                self._join(rank, group)
+                if index.holds_any(rank):
+                    member.holding.add(rank)
+        self._renumber()
+        return sorted({rank.worker for rank in strangers})
+
+    def _require_empty(self, block_size: int) -> IndexGroup:
+        """The only group, if it is empty and its blocks may have this size; else ConfigError."""
+        attempt, only = "cannot load an index", self.only
+        if only is None:
+            raise ConfigError(f"{attempt}: expected a fleet with one index, this one has several")
+        if len(only.index):
+            raise ConfigError(
+                f"{attempt}: expected a router without blocks, this one has {len(only.index)}"
+            )
+        for worker, member in self._members.items():
+            size = member.block_size or self.block_size
+            if size not in (None, block_size):
+                raise ConfigError(
+                    f"{attempt} with blocks of {block_size} tokens: those of {worker} have {size}"
+                )
+        return only
+
     def forget_adapter(self, rank: Rank, lora_name: str) -> int:
         """As BlockIndex.forget_adapter."""
         return self._members[rank.worker].group.index.forget_adapter(rank, lora_name)
@@ -295,9 +342,16 @@ class FleetIndex:
 
     def require_hashed(self, num_hashes: int, num_tokens: int) -> None:
         """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
-        if len({group.block_size for group in self.groups}) > 1:
-            raise ConfigError("hashes are of one block size, the fleet has several")
+        self.require_one_block_size("look up hashes")
         self.groups[0].require_hashed(num_hashes, num_tokens)
+
+    def require_one_block_size(self, attempt: str) -> None:
+        """ConfigError for a fleet that has several."""
+        sizes = sorted({group.block_size for group in self.groups})
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"cannot {attempt}: expected a fleet with one block size, this one has {sizes}"
+            )
 
     def group_of(self, rank: Rank) -> IndexGroup:
         """The group that a rank is in; any group for a rank of a worker that was removed."""
@@ -409,6 +463,6 @@ class FleetIndex:
 
 def _first_blocks(batch: EventBatch) -> Blocks | None:
     for event in batch.events:
-        if isinstance(event, BlockStored):
+        if isinstance(event, BlockStored) and is_sound(event):
             return Blocks(event.block_size, event.bigrams)
     return None

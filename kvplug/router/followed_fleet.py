@@ -268,6 +268,25 @@ class FollowedFleet:
             with turn.released():
                 snapshot.write(path)
 
+    def load_index(self, path: Path) -> list[str]:
+        """Begin with the blocks of a file that `save_index` wrote; returns the workers in it that
+        are not in the fleet, whose blocks are left out: add workers first.
+
+        What a rank holds may have changed since: its blocks count with its confidence as before,
+        so set that, or follow an engine that can replay, which corrects them. SnapshotError for a
+        file that is none; ConfigError, and nothing done, for a router that has blocks or several
+        indexes, or one with other block sizes.
+        """
+        if not self.config.follows_events:
+            raise ConfigError(
+                "cannot load an index: expected a router that goes by events, this one does not"
+            )
+        index = self.fleet_index.restore(path)
+        with self._lock.low_priority:
+            left_out = self.fleet_index.take_over(index)
+            self._fleet_changed()
+        return left_out
+
     def set_cache_capacity(self, rank: Rank, num_blocks: float) -> None:
         """The rank's engine says that its device has room for so many blocks.
 

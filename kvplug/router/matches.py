@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import MoeLabel, Rank
+from kvplug.index.block_copies import BlockCopies
 from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.moe import aligned_blocks
 from kvplug.router.prompt import Prompt
@@ -56,6 +57,18 @@ def find_matches(
         aligned = aligned_blocks(fleet_index, prompt, label, now_s)
         found["moe_scores"].update(_by_rank(fleet_index.numbers.ranks, aligned, workers))
     return OverlapScores(**found)
+
+
+def find_holders(fleet_index: FleetIndex, prompt: Prompt) -> list[dict[Rank, BlockCopies]]:
+    """Who has each full block; ConfigError for a fleet with several block sizes."""
+    fleet_index.require_one_block_size("find the holders of blocks")
+    found: list[dict[Rank, BlockCopies]] = []
+    for group in fleet_index.groups:
+        held = group.index.holders_of(prompt.hashes(group.index.hasher))
+        found += [{} for _ in range(len(held) - len(found))]
+        for of_block, more in zip(found, held, strict=False):  # blocks of pairs are one fewer
+            of_block.update(more)
+    return found
 
 
 def _by_rank(ranks: list[Rank | None], row: I64, workers: set[str] | None) -> dict[Rank, int]:

@@ -239,7 +239,7 @@ def test_every_setting_of_an_index_is_in_the_file_or_asked_for_anew(saved):
     settings = set(inspect.signature(BlockIndex).parameters)
     asked = set(inspect.signature(snapshot.restore).parameters)
     in_file = set(snapshot_file.read(path).settings)
-    assert settings - asked - in_file == {"query_waiting"}  # belongs to a router, not to an index
+    assert settings - asked - in_file == set()
 
 
 def test_annotations_that_a_file_does_not_have_are_empty(saved):

@@ -137,7 +137,7 @@ def test_hashes_are_rejected_where_block_sizes_differ():
     router = make_router("a", block_size=None)
     router.add_worker("b", block_size=16)
     store(router, "a", PROMPT, 4)
-    with pytest.raises(ConfigError, match="hashes are of one block size, the fleet has several"):
+    with pytest.raises(ConfigError, match="cannot look up hashes: expected a fleet with one"):
         router.route_hashed([1, 2], 8)
 
 
