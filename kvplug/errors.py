@@ -6,7 +6,9 @@ KvplugError
 ├── DecodeError        bytes from an event socket are no event batch at all
 ├── RoutingError       a request cannot be routed
 │   ├── NoWorkerError      no worker can take it now
-│   └── UnknownRequestError    a request id that is not in flight
+│   ├── UnknownRequestError    a request id that is not in flight
+│   ├── WorkerLostError        a worker went away before its answer was complete
+│   └── RequestRefusedError    a worker refuses the request, as any other would
 ├── IndexCorruptError  BlockIndex.check() found an invariant broken: our mistake, never yours
 ├── SnapshotError      a snapshot could not be written, or a file is not one that can be used
 ├── TokenizerError     the tokenizer or the chat template refused the text
@@ -48,6 +50,14 @@ class NoWorkerError(RoutingError):
 
 class UnknownRequestError(RoutingError):
     """A request id that is not in flight."""
+
+
+class WorkerLostError(RoutingError):
+    """A worker went away, or cannot be reached, before its answer was complete."""
+
+
+class RequestRefusedError(RoutingError):
+    """A worker refuses the request for what it is, so that it is sent to no other one."""
 
 
 class IndexCorruptError(KvplugError):
