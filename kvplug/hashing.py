@@ -142,13 +142,29 @@ def utf8(text: str) -> bytes:
         raise HashingError(f"cannot hash {text!a}: expected Unicode text: {error}") from error
 
 
-def _seeds_of(namespace_seeds: Sequence[int] | None, num_sequences: int) -> Hashes:
-    if namespace_seeds is None:
+def _seed(namespace: Namespace | int) -> np.uint64:
+    """Of a namespace, or as it is given."""
+    if isinstance(namespace, Namespace):
+        return np.uint64(seed_of(namespace))
+    return _u64(namespace, "a Namespace, or its seed")
+
+
+def _u64(number: int, what: str) -> np.uint64:
+    try:
+        return np.uint64(number)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise HashingError(
+            f"cannot hash tokens: expected {what}, in [0, 2**64): {error}"
+        ) from error
+
+
+def _seeds_of(namespaces: Sequence[Namespace | int] | None, num_sequences: int) -> Hashes:
+    if namespaces is None:
         return np.full(num_sequences, BASE_SEED, dtype=np.uint64)
-    if len(namespace_seeds) != num_sequences:
-        got = len(namespace_seeds)
-        raise HashingError(f"expected {num_sequences} namespace seeds, one a sequence, got {got}")
-    return np.array(namespace_seeds, dtype=np.uint64)
+    if len(namespaces) != num_sequences:
+        got = len(namespaces)
+        raise HashingError(f"expected {num_sequences} namespaces, one a sequence, got {got}")
+    return np.array([_seed(each) for each in namespaces], dtype=np.uint64)
 
 
 class BlockHasher:
@@ -168,18 +184,18 @@ class BlockHasher:
 
     def block_hashes(
         self,
-        tokens: Tokens,
-        namespace_seed: int = BASE_SEED,
+        tokens: TokensLike,
+        namespace: Namespace | int = BASE_SEED,
         *,
         extra_keys: Sequence[Sequence[int]] = (),
     ) -> Hashes:
         """uint64[num_blocks(len(tokens))], of the content of each block alone.
 
-        `namespace_seed` is seed_of(namespace). `extra_keys[i]` are further 64-bit keys of block i;
+        `namespace`: one, or its seed (seed_of). `extra_keys[i]` are further 64-bit keys of block i;
         blocks beyond its end have none.
         """
+        tokens, seed = as_tokens(tokens), _seed(namespace)
         hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
-        seed = np.uint64(namespace_seed)
         kernels.hash_blocks(tokens, self.window, self.block_size, seed, hashes)
         for block, keys in enumerate(extra_keys[: len(hashes)]):
             if keys:
@@ -188,32 +204,39 @@ class BlockHasher:
 
     def sequence_hashes(
         self,
-        tokens: Tokens,
-        namespace_seed: int = BASE_SEED,
+        tokens: TokensLike,
+        namespace: Namespace | int = BASE_SEED,
         *,
         parent: SequenceHash | None = None,
         extra_keys: Sequence[Sequence[int]] = (),
     ) -> Hashes:
-        """uint64[num_blocks(len(tokens))]; `parent` is the sequence hash before the first block."""
-        linked, before = parent is not None, np.uint64(parent or 0)
+        """uint64[num_blocks(len(tokens))]; `parent` is the sequence hash before the first block.
+
+        `namespace` and `extra_keys` as of `block_hashes`; HashingError for what cannot be hashed.
+        """
+        tokens = as_tokens(tokens)
+        linked, before = parent is not None, _u64(parent or 0, "the hash of a parent")
         if any(extra_keys):
-            hashes = self.block_hashes(tokens, namespace_seed, extra_keys=extra_keys)
+            hashes = self.block_hashes(tokens, namespace, extra_keys=extra_keys)
             kernels.chain_blocks(hashes, linked, before, _CHAIN_SEED, hashes)
             return hashes
         hashes = np.empty(self.num_blocks(len(tokens)), dtype=np.uint64)
-        sizes, seed = (self.window, self.block_size), np.uint64(namespace_seed)
+        sizes, seed = (self.window, self.block_size), _seed(namespace)
         kernels.hash_sequence(tokens, *sizes, seed, linked, before, _CHAIN_SEED, hashes)
         return hashes
 
     def sequence_hashes_many(
-        self, tokens: Tokens, ends: Ends, namespace_seeds: Sequence[int] | None = None
+        self,
+        tokens: TokensLike,
+        ends: Ends | Sequence[int],
+        namespaces: Sequence[Namespace | int] | None = None,
     ) -> HashedSequences:
-        """Of sequences in a row: sequence s ends before tokens[ends[s]], and has the seed s.
-
-        Without `namespace_seeds` none has LoRA or salt.
+        """Of sequences in a row: sequence s ends before tokens[ends[s]], and has namespace s, or
+        its seed. Without `namespaces` none has LoRA or salt.
         """
+        tokens = as_tokens(tokens)
         ends = checked_ends(ends, len(tokens))
-        seeds = _seeds_of(namespace_seeds, len(ends))
+        seeds = _seeds_of(namespaces, len(ends))
         lengths = np.diff(ends, prepend=0) - (self.window - self.block_size)
         block_ends = np.cumsum(np.maximum(lengths, 0) // self.block_size, dtype=np.int64)
         hashes = np.empty(block_ends[-1] if len(ends) else 0, dtype=np.uint64)

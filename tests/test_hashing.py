@@ -56,7 +56,7 @@ def test_many_sequences_have_seeds_of_their_own(sequences, bigrams):
 
 def test_a_seed_for_each_sequence_or_for_none():
     for seeds in ([1], [1, 2, 3]):
-        with pytest.raises(HashingError, match="expected 2 namespace seeds"):
+        with pytest.raises(HashingError, match="expected 2 namespaces"):
             BlockHasher(4).sequence_hashes_many(as_tokens([1, 2]), np.array([1, 2]), seeds)
 
 
@@ -72,7 +72,7 @@ def test_lora_and_salt_separate_equal_tokens():
         Namespace(salt="a"),
         Namespace(lora_name="a", salt="a"),
     ]
-    firsts = {hashes(range(4), namespace_seed=seed_of(n))[0] for n in namespaces}
+    firsts = {hashes(range(4), namespace=seed_of(n))[0] for n in namespaces}
     assert len(firsts) == len(namespaces)
 
 

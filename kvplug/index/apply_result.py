@@ -49,6 +49,11 @@ class ApplyResult(msgspec.Struct):  # a struct is made in half the time of a dat
     num_orphans: int = 0
     _rejected: Counter[str] | None = None  # made late: most batches refuse nothing
 
+    def __repr__(self) -> str:
+        names = [name for name in self.__struct_fields__ if name != "_rejected"]
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"ApplyResult({values}, rejected={dict(self.rejected)})"
+
     @property
     def rejected(self) -> Counter[str]:
         """Blocks by reason."""

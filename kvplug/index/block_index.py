@@ -24,8 +24,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.events import EventBatch, Rank, Tier
-from kvplug.hashing import BlockHasher, Ends, Hashes, HashesLike, as_hashes, checked_ends
+from kvplug.events import EventBatch, Namespace, Rank, Tier
+from kvplug.hashing import (
+    BlockHasher,
+    Ends,
+    Hashes,
+    HashesLike,
+    TokensLike,
+    as_hashes,
+    checked_ends,
+)
 from kvplug.index.adapters import AdapterSeeds
 from kvplug.index.annotations import ANNOTATIONS, Annotations, Kind
 from kvplug.index.apply_result import ApplyResult
@@ -52,10 +60,13 @@ U64 = npt.NDArray[np.uint64]
 
 
 class BlockIndex:
-    """Following workers: add_rank, apply, clear, remove_worker. Queries: overlap, annotation.
+    """Following workers: add_rank, apply, clear, remove_worker. Queries: overlap,
+    overlap_of_tokens, annotation.
 
     `events` applies what engines say (kvplug/index/event_applier.py). Looking inside: len,
-    engine_hashes_of, nbytes, check. Not thread-safe; Router holds a lock.
+    engine_hashes_of, holders_of, nbytes, check. Events and clears of a rank that was not added are
+    refused; to ask or to set something of it raises UnknownRankError. Not thread-safe; Router holds
+    a lock.
     """
 
     def __init__(  # noqa: PLR0913 - all but the size by name
@@ -176,8 +187,10 @@ class BlockIndex:
         self.hash_spaces.remove(rank)
 
     def clear(self, rank: Rank, tier: Tier | None = None) -> int:
-        """The rank holds nothing any more (in this tier); returns how many copies it had."""
-        return self.events.clear(rank, tier)
+        """The rank holds nothing any more (in this tier); returns how many copies it had, 0 if it
+        is not followed.
+        """
+        return self.events.clear(rank, tier) if rank in self.numbers else 0
 
     def adapter_of(self, sequence_hashes: Hashes) -> str:
         """The LoRA adapter that a prompt is for, by its first block; "" if nobody has that."""
@@ -215,8 +228,29 @@ class BlockIndex:
         return self.events.apply_records(rank, records, first, max_blocks, applied)
 
     def overlap(self, sequence_hashes: HashesLike, now_s: float = 0.0) -> Overlap:
-        """What each rank holds of a request; what is expected counts until `now_s` is beyond it."""
+        """What each rank holds of a request; what is expected counts until `now_s` is beyond it.
+
+        `sequence_hashes` are those of its full blocks (`hasher`), not its tokens, of which nobody
+        would hold anything: `overlap_of_tokens` takes these.
+        """
         return self.prefix_query.overlap(as_hashes(sequence_hashes), now_s)
+
+    def overlap_of_tokens(
+        self,
+        token_ids: TokensLike,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+        now_s: float = 0.0,
+    ) -> Overlap:
+        """As `overlap`, of a prompt; HashingError for what are no token ids."""
+        hashes = self.hasher.sequence_hashes(token_ids, namespace)
+        return self.prefix_query.overlap(hashes, now_s)
+
+    def expect(self, rank: Rank, sequence_hashes: HashesLike, now_s: float) -> None:
+        """The rank will hold these blocks in a moment: they count until `now_s` is beyond their
+        time to live, or its events say more.
+        """
+        number = self.numbers.number_of(rank)
+        self.speculative.insert(number, as_hashes(sequence_hashes), now_s)
 
     def overlap_many(
         self, sequence_hashes: HashesLike, ends: Ends | Sequence[int], now_s: float = 0.0
@@ -250,6 +284,7 @@ class BlockIndex:
             credits,
             expected,
             self.cache_groups.arrays,
+            self.numbers.ranks,
         )
 
     def annotation(self, kind: type[Kind]) -> Kind:

@@ -8,7 +8,7 @@ Numbers of ranks that left are given again, so arrays indexed by them stay as sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,19 @@ from kvplug.setting import shown
 I64 = npt.NDArray[np.int64]
 
 _NOBODY = -1
+_NUM_NAMED = 16
 _MIN_HOLDERS = 64  # one word of bits (kernels/holders.py)
+
+
+def unknown_rank(rank: object, known: Sequence[Rank | None]) -> UnknownRankError:
+    """The error for a rank that is none of these, which names the first of them."""
+    names = [str(each) for each in known if each is not None]
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    name = str(rank) if isinstance(rank, Rank) else shown(rank)
+    return UnknownRankError(
+        f"cannot find rank {name}: expected one that was added, "
+        f"known: {', '.join(names[:_NUM_NAMED]) or 'none'}{more}"
+    )
 
 
 class HolderNumbers:
@@ -58,10 +70,7 @@ class HolderNumbers:
         try:
             return self._number_of[rank]
         except (KeyError, TypeError):
-            known = ", ".join(str(each) for each in self._number_of) or "none"
-            raise UnknownRankError(
-                f"no rank {shown(rank)}: expected one that was added, known: {known}"
-            ) from None
+            raise unknown_rank(rank, list(self._number_of)) from None
 
     def rank(self, number: int) -> Rank:
         """The rank behind a number that is in use."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.events import Rank
 from kvplug.hashing import Hashes
 from kvplug.index.block_store import BlockStore
+from kvplug.index.holder_numbers import unknown_rank
 from kvplug.kernels import matching, prefix_lengths
 from kvplug.kernels.bundle import Bundle
 
@@ -53,18 +56,42 @@ def credits_of(classes: Sequence[float], confidence: F64) -> F64:
     return np.concatenate([best, confidence])
 
 
+class RankOverlap(msgspec.Struct, frozen=True):
+    """What one rank holds of a request, in leading blocks without a gap; as the rows of Overlap."""
+
+    depth: int
+    credit: float
+    device: int
+    host: int
+    disk: int
+    cxl_accessible: int
+    held: int
+
+
 class Overlap:
     """By rank number; all counts are of leading blocks without a gap. Rows are made when asked for.
+    `of` has them by rank.
 
     depth: int64[ranks], held in any class of memory, or expected to be in a moment;
     credit: float64[ranks], what they are worth in blocks: at most `depth`, less on lower tiers and
     on ranks of which not everything is known.
     """
 
-    __slots__ = ("_answer",)
+    __slots__ = ("_answer", "_ranks")
 
-    def __init__(self, answer: I64) -> None:
-        self._answer = answer
+    def __init__(self, answer: I64, ranks: Sequence[Rank | None] = ()) -> None:
+        self._answer, self._ranks = answer, ranks
+
+    def of(self, rank: Rank) -> RankOverlap:
+        """What a rank holds; UnknownRankError if it was not followed as the index was asked."""
+        try:
+            number = self._ranks.index(rank)
+        except ValueError:
+            raise unknown_rank(rank, self._ranks) from None
+        rows = self.device, self.host, self.disk, self.cxl_accessible, self.held
+        device, host, disk, cxl_accessible, held = (int(row[number]) for row in rows)
+        depth, credit = int(self.depth[number]), float(self.credit[number])
+        return RankOverlap(depth, credit, device, host, disk, cxl_accessible, held)
 
     @property
     def _rows(self) -> I64:
@@ -119,13 +146,15 @@ class PrefixQuery:
     """overlap, overlap_many of the index as it was at `seen_version`; made anew when that changes.
 
     owner, readers, credits: who is behind each holder (kernels/prefix_lengths.py, Holders);
-    expected: ExpiringBlocks.query_arrays; groups: CacheGroups.arrays.
+    expected: ExpiringBlocks.query_arrays; groups: CacheGroups.arrays; ranks: by number.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a query reads
         self, block_store: BlockStore, owner: I64, readers: I64, credits: F64,
         expected: Expected = NOTHING_EXPECTED, groups: I64 = NO_GROUPS,
+        ranks: Sequence[Rank | None] = (),
     ) -> None:  # fmt: skip
+        self._ranks = tuple(ranks)
         self.seen_version = block_store.version.count
         self._num_ranks, self._credits = len(credits) - prefix_lengths.NUM_MASKS, credits
         self._size = matching.NUM_ROWS * self._num_ranks
@@ -150,10 +179,10 @@ class PrefixQuery:
         """What each rank holds of a request."""
         rows = self.new_rows()
         matching.overlap(sequence_hashes, now_s, self.bundle.words, rows)
-        return Overlap(rows)
+        return Overlap(rows, self._ranks)
 
     def overlap_many(self, sequence_hashes: Hashes, ends: I64, now_s: float) -> list[Overlap]:
         """What each rank holds of many requests; request i has the hashes up to ends[i]."""
         rows: I64 = np.empty(len(ends) * self._size, dtype=np.int64)
         matching.overlap_many(sequence_hashes, ends, now_s, self.bundle.words, rows)
-        return [Overlap(one) for one in rows.reshape(len(ends), self._size)]
+        return [Overlap(one, self._ranks) for one in rows.reshape(len(ends), self._size)]

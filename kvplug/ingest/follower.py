@@ -12,13 +12,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Protocol
 
 from msgspec import structs
 
 from kvplug import codec
-from kvplug.errors import DecodeError
+from kvplug.errors import DecodeError, UnknownRankError
 from kvplug.events import EventBatch, Rank
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
@@ -289,7 +290,8 @@ class Follower:
 
     def _set_confidence(self, confidence: float) -> None:
         for rank in self._applier.ranks:
-            self._router.set_confidence(rank, confidence)
+            with suppress(UnknownRankError):  # its worker may have been removed just now
+                self._router.set_confidence(rank, confidence)
 
 
 class _Applier:

@@ -52,6 +52,9 @@ _EVENTS_PER_SLICE = 64
 class FollowedFleet:
     """add_worker, apply, clear, remove_worker; what is told of engines; snapshots.
 
+    Events and clears of a rank that is not in the fleet are refused and counted, as its engine may
+    speak on after it was removed. To ask or to set something of it raises UnknownRankError.
+
     `fleet_index` and `load` may be read for inspection, while no other thread is at work or within
     `locked`. One observer is told of decisions and events (kvplug/router/observer.py).
     """
@@ -115,7 +118,8 @@ class FollowedFleet:
             self._decider.on_decision = observer.on_decision
 
     def index_of(self, rank: Rank) -> BlockIndex:
-        """The index of the rank's model and block size; an empty one's if the rank is unknown."""
+        """The index of the rank's model and block size; UnknownRankError for no member."""
+        self.fleet_index.numbers.number_of(rank)
         return self.fleet_index.group_of(rank).index
 
     def add_worker(
@@ -215,6 +219,7 @@ class FollowedFleet:
         if not SHARE.fits(confidence):
             raise ConfigError(f"confidence must be {SHARE.expected}, got {shown(confidence)}")
         with self._lock:
+            self.fleet_index.numbers.number_of(rank)
             self.fleet_index.set_confidence(rank, confidence)
             self.cache_sizes.note_confidence(rank)
 
@@ -227,6 +232,7 @@ class FollowedFleet:
         if num_blocks not in (0, 1):
             raise ConfigError(f"recomputed blocks must be 0 or 1, got {shown(num_blocks)}")
         with self._lock:
+            self.fleet_index.numbers.number_of(rank)
             self.fleet_index.set_recomputed(rank, num_blocks)
 
     def clear(self, rank: Rank) -> int:
@@ -293,11 +299,13 @@ class FollowedFleet:
         What cannot be is named in the log and ignored: the capacity is learnt then.
         """
         with self._lock:
+            self.fleet_index.numbers.number_of(rank)
             self.cache_sizes.say(rank, num_blocks)
 
     def cache_size(self, rank: Rank) -> CacheSize:
         """How many blocks the rank holds and has room for, and how that is known."""
         with self._lock:
+            self.fleet_index.numbers.number_of(rank)
             return self.cache_sizes.of(rank)
 
     def set_reported_load(

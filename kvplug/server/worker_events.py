@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvplug.audit.audit import Audit
-from kvplug.errors import TransportError
+from kvplug.errors import TransportError, UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
@@ -93,6 +94,11 @@ class WorkerEvents:
             self._thread.follow_topic(follower, topic)
             self._followers[rank] = follower
         else:
+            self._distrust(rank)
+
+    def _distrust(self, rank: Rank) -> None:
+        """Nothing is known of its blocks."""
+        with suppress(UnknownRankError):  # its worker may have been removed just now
             self._router.set_confidence(rank, 0.0)
 
     def _topic_of(self, spec: WorkerSpec) -> Topic | None:
@@ -108,7 +114,7 @@ class WorkerEvents:
             if spec.events is not None:
                 raise
             logger.warning("worker %s: its events cannot be followed: %s", rank, error)
-            self._router.set_confidence(rank, 0.0)
+            self._distrust(rank)
         else:
             self._followers[rank] = follower
 

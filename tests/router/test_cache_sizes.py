@@ -8,9 +8,13 @@ from kvplug import (
     EventBatch,
     Rank,
     Router,
+    codec,
+    packed,
 )
+from kvplug.errors import UnknownRankError
 from kvplug.events import Tier
 from kvplug.kernels import costing
+from kvplug.records import read_payloads
 from kvplug.router.config import RouterConfig
 
 A, B = Rank("a"), Rank("b")
@@ -271,6 +275,39 @@ def test_a_worker_that_left_and_came_back_is_a_new_one(router):
     assert known(router, A) == (0, 0, "unknown")
 
 
-def test_nobody_knows_a_stranger(router):
-    router.set_cache_capacity(Rank("stranger"), 100)
-    assert router.cache_sizes.of(Rank("stranger")).source == "unknown"
+STRANGER = Rank("stranger")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda router: router.set_cache_capacity(STRANGER, 100),
+        lambda router: router.cache_size(STRANGER),
+        lambda router: router.set_confidence(STRANGER, 1.0),
+        lambda router: router.set_recomputed_blocks(STRANGER, 1),
+        lambda router: router.set_engine_model(STRANGER, EngineModel()),
+        lambda router: router.engine_model(STRANGER),
+        lambda router: router.model_quality(STRANGER),
+        lambda router: router.set_reported_load(STRANGER),
+        lambda router: router.index_of(STRANGER),
+        lambda router: router.adopt("r", STRANGER, [], 1),
+        lambda router: router.moved("r", STRANGER),
+    ],
+)
+def test_nothing_is_asked_or_set_of_a_stranger(router, ask):
+    with pytest.raises(UnknownRankError, match="cannot find rank stranger: expected one that was"):
+        ask(router)
+    assert router.cache_sizes.of(STRANGER).source == "unknown"
+
+
+def test_what_a_stranger_says_is_refused(router):
+    batch = EventBatch(events=(AllBlocksCleared(),))
+    assert router.apply(STRANGER, batch).rejected == {"unknown_rank": 1}
+    assert router.apply_records(STRANGER, read_payloads([codec.encode(batch)])).rejected == {
+        "unknown_rank": 1
+    }
+    assert router.apply_packed(STRANGER, packed.encode([packed.PackedCleared()])).rejected == {
+        "unknown_rank": 1
+    }
+    assert router.clear(STRANGER) == 0
+    assert router.forget_adapter("stranger", "lora") == 0

@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 import aiohttp
 
 from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
+from kvplug.errors import UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import UNCONFIRMED, Trust
@@ -114,7 +116,8 @@ class Diagnosis:
             self._asked[worker.url] = _Asked(now_s, num_times_up, facts, disagreement)
             if facts.num_blocks is not None:
                 for rank in worker.ranks:
-                    self._router.set_cache_capacity(rank, facts.num_blocks)
+                    with suppress(UnknownRankError):  # it may have gone while it was asked
+                        self._router.set_cache_capacity(rank, facts.num_blocks)
 
     def _asked_since_up(self, worker: Worker) -> _Asked | None:
         """What it said, unless it was down since: it may be another engine."""
