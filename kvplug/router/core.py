@@ -8,16 +8,18 @@ account for it. A lock makes it safe to apply events in one thread and route in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Unpack
 
 from kvplug.errors import ConfigError
 from kvplug.events import MoeLabel, Namespace, Rank
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.index.block_copies import BlockCopies
+from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
 from kvplug.router.matches import OverlapScores, find_holders, find_matches
+from kvplug.router.migration import Migration, Migrations
 from kvplug.router.options import (
     NO_OPTIONS,
     MoeQuery,
@@ -31,7 +33,7 @@ from kvplug.setting import SHARE, shown
 
 
 class Router(FollowedFleet):
-    """Requests: route, first_token, finish. Following workers: add_worker, apply, clear,
+    """Requests: route, first_token, migrate, finish. Following workers: add_worker, apply, clear,
     remove_worker.
 
     Of a request that is not in flight (finished before, or expired) nothing can be said any more:
@@ -267,3 +269,53 @@ class Router(FollowedFleet):
                 self._speeds.learn_answer(request, now_s, num_tokens)
                 self._decider.note_answer(request, num_tokens, now_s)
             return True
+
+    def migrate(
+        self,
+        request_id: str,
+        token_ids: TokensLike,
+        *,
+        namespace: Namespace = Namespace(),  # noqa: B008 - immutable
+        exclude: Collection[str] = (),
+        **options: Unpack[RouteOptions],
+    ) -> Migration:
+        """The worker of a request in flight has failed: book the request on another one.
+
+        `token_ids`: its prompt and the tokens generated so far; `exclude`: workers to leave out
+        besides the one that it is on, as they have failed before. The options are those of `route`,
+        `max_tokens` for what is left of the answer. Ranks that can read its blocks in a CXL pool
+        come first (kvplug/router/migration.py). Old and new booking change in one step.
+
+        UnknownRequestError if it is not in flight; NoWorkerError if nobody can take it;
+        HashingError and ConfigError as of `route`. Then nothing has changed.
+        """
+        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
+        return self._migrate(request_id, prompt, exclude, options)
+
+    def migrate_hashed(
+        self,
+        request_id: str,
+        sequence_hashes: HashesLike,
+        num_tokens: int,
+        *,
+        exclude: Collection[str] = (),
+        **options: Unpack[RouteOptions],
+    ) -> Migration:
+        """As `migrate`, for a prompt that is hashed already, with the blocks generated so far.
+
+        ConfigError as of `route_hashed`.
+        """
+        num_tokens = checked_num_tokens(num_tokens, "num_tokens", f"migrate {request_id!r}")
+        prompt = Prompt(NO_TOKENS, 0, as_hashes(sequence_hashes), num_tokens)
+        return self._migrate(request_id, prompt, exclude, options)
+
+    def _migrate(
+        self, request_id: str, prompt: Prompt, exclude: Collection[str], given: RouteOptions
+    ) -> Migration:
+        options, excluded = options_of(given), checked_names(exclude, "exclude")
+        with self._lock:
+            if prompt.given is not None:
+                self.fleet_index.require_hashed(len(prompt.given), len(prompt))
+            now_s = self._now()
+            migrations = Migrations(self.fleet_index, self.load, self._decider)
+            return migrations.migrate(request_id, prompt, excluded, options, now_s)
