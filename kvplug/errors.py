@@ -7,7 +7,9 @@ KvplugError
 ├── RoutingError       a request cannot be routed
 │   ├── NoWorkerError      no worker can take it now
 │   ├── UnknownRequestError    a request id that is not in flight
-│   └── UnknownRankError       a rank that is not in the fleet
+│   ├── UnknownRankError       a rank that is not in the fleet
+│   ├── WorkerLostError        a worker went away before its answer was complete
+│   └── RequestRefusedError    a worker refuses the request, as any other would
 ├── IndexCorruptError  BlockIndex.check() found an invariant broken: our mistake, never yours
 ├── SnapshotError      a snapshot could not be written, or a file is not one that can be used
 ├── TokenizerError     the tokenizer or the chat template refused the text
@@ -53,6 +55,14 @@ class UnknownRequestError(RoutingError):
 
 class UnknownRankError(RoutingError):
     """A rank that is not in the fleet, or that an index does not follow."""
+
+
+class WorkerLostError(RoutingError):
+    """A worker went away, or cannot be reached, before its answer was complete."""
+
+
+class RequestRefusedError(RoutingError):
+    """A worker refuses the request for what it is, so that it is sent to no other one."""
 
 
 class IndexCorruptError(KvplugError):

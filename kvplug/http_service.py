@@ -6,6 +6,7 @@ In:  an address, SIGINT and SIGTERM.   Out: a URL, an error that names the addre
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,16 @@ from kvplug.errors import TransportError
 
 RANK_HEADER: Final = "X-data-parallel-rank"
 """By which a client chooses a data-parallel rank of vLLM 0.32 and SGLang 0.5.23."""
+
+# Of this machine: descriptors, buffers, memory, ports.
+_SHORTAGES: Final = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+)
+
+
+def is_local_shortage(error: BaseException) -> bool:
+    """Whether this machine, not the other side, is the reason."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def url_of(host: str, port: int) -> str:

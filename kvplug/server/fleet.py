@@ -19,6 +19,7 @@ import aiohttp
 
 from kvplug.audit.audit import Audit
 from kvplug.events import Rank
+from kvplug.http_service import is_local_shortage
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, UNUSED, TrustState
 from kvplug.router.core import Router
@@ -26,7 +27,6 @@ from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
 from kvplug.server.rank_sources import RankSource, sources_of
-from kvplug.server.upstream import is_local_shortage
 from kvplug.server.worker_events import WorkerEvents
 
 logger = logging.getLogger(__name__)

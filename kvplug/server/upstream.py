@@ -10,7 +10,6 @@ more on a new connection.
 
 from __future__ import annotations
 
-import errno
 import io
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -24,17 +23,13 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from kvplug.api_errors import ApiError
-from kvplug.http_service import RANK_HEADER
+from kvplug.http_service import RANK_HEADER, is_local_shortage
 from kvplug.server.config import ServerConfig
 
 _KEEPALIVE_S: Final = 2.0
 _MAX_HEADER_BYTES: Final = 2**16
 _LARGE_BYTES: Final = 2**16
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
-# Of the router's machine: descriptors, buffers, memory, ports.
-_SHORTAGES: Final = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-)
 # RFC 9110, 7.6.1: these concern one connection; length and host are set anew on each side.
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -140,11 +135,6 @@ def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     return CIMultiDict(
         (name, value) for name, value in headers.items() if name.lower() not in dropped
     )
-
-
-def is_local_shortage(error: BaseException) -> bool:
-    """Whether the router's machine, not the worker, is the reason."""
-    return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 @contextmanager
