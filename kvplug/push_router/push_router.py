@@ -6,7 +6,7 @@ In:  token ids and how to go on from them.   Out: a stream of tokens, though wor
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from kvplug.errors import ConfigError, WorkerLostError
 from kvplug.events import Namespace, Rank
@@ -90,7 +90,7 @@ class KvPushRouter:
             sampling_options=checked(sampling_options, SamplingOptions, "sampling_options"),
         )
         override = _override_of(router_config_override)
-        options: RouteOptions = {"model": model, "override": override, **constraints}
+        options = cast(RouteOptions, {"model": model, "override": override, **constraints})
         first: RouteOptions = {**options, "max_tokens": asked.stop_conditions.max_tokens}
         first["worker"], first["dp_rank"] = worker_id or "", dp_rank
         decision = self.router.route(tokens, namespace=namespace, **first)

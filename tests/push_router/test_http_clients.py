@@ -1,4 +1,4 @@
-"""The clients of vLLM and SGLang, against servers that answer as those do, or as they should not."""
+"""The clients of vLLM and SGLang, against servers that answer as those do or should not."""
 
 import asyncio
 import json
@@ -146,7 +146,7 @@ async def test_sglang_may_have_more_tokens_than_it_has_counted(server):
 async def test_sglang_that_skips_tokens_is_lost(server):
     server.parts = [of_sglang([7], 1), of_sglang([9], 3)]
     async with server.running(SglangClient) as client:
-        with pytest.raises(WorkerLostError, match="lost tokens .* expected 2 new ones, got 1"):
+        with pytest.raises(WorkerLostError, match=r"lost tokens .* expected 2 new ones, got 1"):
             await outputs_of(client)
 
 
@@ -161,7 +161,7 @@ async def test_events_may_come_in_any_parts(server, kind, first):
     seen = []
     async with server.running(kind) as client:
         await outputs_of(client, seen)
-    assert [list(output.token_ids) for output in seen][0] == [7]
+    assert list(seen[0].token_ids) == [7]
     assert len(seen) == 2
 
 
