@@ -95,9 +95,7 @@ class Exchange:
         if self._renewal is not None:
             self._renewal.cancel()
         num_here = len(self._generated) - self._num_before
-        try:
-            self._router.finish(self.request_id, num_here if self._is_whole else None)
-        except UnknownRequestError:
+        if not self._router.finish(self.request_id, num_here if self._is_whole else None):
             logger.debug("request %s had expired, or its worker was removed", self.request_id)
 
     @property

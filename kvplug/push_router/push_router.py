@@ -119,10 +119,9 @@ class KvPushRouter:
         """
         _require_known(constraints, "best_worker_id")
         override = _override_of(router_config_override)
-        best: tuple[str, int] = self.router.best_worker_id(  # type: ignore[attr-defined]
+        return self.router.best_worker_id(
             token_ids, namespace=namespace, model=model, override=override, **constraints
         )
-        return best
 
     async def get_potential_loads(
         self,
@@ -135,9 +134,6 @@ class KvPushRouter:
         By `worker_id` and `dp_rank`: `potential_prefill_tokens` to be computed there, and
         `potential_decode_blocks` of requests in flight.
         """
-        loads = self.router.potential_loads(  # type: ignore[attr-defined]
-            token_ids, namespace=namespace
-        )
         return [
             {
                 "worker_id": each.rank.worker,
@@ -145,7 +141,7 @@ class KvPushRouter:
                 "potential_prefill_tokens": each.potential_prefill_tokens,
                 "potential_decode_blocks": each.potential_decode_blocks,
             }
-            for each in loads
+            for each in self.router.get_potential_loads(token_ids, namespace=namespace)
         ]
 
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug import Namespace, Rank, Router, RouterConfig
+from kvplug import BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
 from kvplug.errors import (
     ConfigError,
     HashingError,
     NoWorkerError,
     RequestRefusedError,
-    UnknownRequestError,
     WorkerLostError,
 )
 from kvplug.push_router import KvPushRouter, Output
@@ -358,8 +357,7 @@ async def test_a_worker_that_was_removed_may_end_its_answer():
     fleet.router.remove_worker("a")
     rest, _ = await tokens_of(stream)
     assert tokens + rest == answer_of(PROMPT, 10)
-    with pytest.raises(UnknownRequestError):
-        fleet.router.finish(stream.request_id)
+    assert not fleet.router.finish(stream.request_id)
     fleet.assert_idle()
 
 
@@ -417,6 +415,38 @@ async def test_a_request_that_makes_no_sense_is_refused_at_once(options, error, 
     fleet = Fleet()
     with pytest.raises(error, match=text):
         await fleet.push_router.generate(**{"token_ids": PROMPT, **options})
+    fleet.assert_idle()
+
+
+async def test_the_best_worker_is_told_and_nothing_booked():
+    fleet = Fleet()
+    event = BlockStored(block_hashes=(1, 2), token_ids=tuple(PROMPT[:8]), block_size=4)
+    fleet.router.apply(B, EventBatch(events=(event,)))
+    best = fleet.push_router.best_worker_id
+    assert await best(PROMPT) == ("b", 2)
+    assert await best(PROMPT, namespace=Namespace("adapter"), workers=["b"]) == ("b", 0)
+    assert await best(PROMPT, workers=["a"], router_config_override={}) == ("a", 0)
+    with pytest.raises(TypeError, match="worker_id"):
+        await best(PROMPT, worker_id="a")
+    fleet.assert_idle()
+
+
+async def test_potential_loads_are_told_and_nothing_booked():
+    fleet = Fleet(workers="a")
+    fleet.router.add_worker("b", dp_size=2)
+    event = BlockStored(block_hashes=(1, 2), token_ids=tuple(PROMPT[:8]), block_size=4)
+    fleet.router.apply(Rank("b", 1), EventBatch(events=(event,)))
+    stream = await fleet.stream(worker_id="a")
+    loads = await fleet.push_router.get_potential_loads([*PROMPT, 1])
+    assert loads == [
+        {"worker_id": worker, "dp_rank": dp_rank, **load}
+        for worker, dp_rank, load in [
+            ("a", 0, {"potential_prefill_tokens": 41, "potential_decode_blocks": 10}),
+            ("b", 0, {"potential_prefill_tokens": 41, "potential_decode_blocks": 10}),
+            ("b", 1, {"potential_prefill_tokens": 33, "potential_decode_blocks": 10}),
+        ]
+    ]
+    await stream.aclose()
     fleet.assert_idle()
 
 
