@@ -134,7 +134,6 @@ class KvPushRouter:
         By `worker_id` and `dp_rank`: `potential_prefill_tokens` to be computed there, and
         `potential_decode_blocks` of requests in flight.
         """
-        loads = self.router.get_potential_loads(token_ids, namespace=namespace)
         return [
             {
                 "worker_id": each.rank.worker,
@@ -142,7 +141,7 @@ class KvPushRouter:
                 "potential_prefill_tokens": each.potential_prefill_tokens,
                 "potential_decode_blocks": each.potential_decode_blocks,
             }
-            for each in loads
+            for each in self.router.get_potential_loads(token_ids, namespace=namespace)
         ]
 
 

@@ -1,7 +1,7 @@
 """SglangClient: tokens from SGLang's own server.
 
 In:  a GenerateRequest.   Out: tokens, by POST /generate with `input_ids` (SGLang 0.5.23;
-tests/engines/test_push_router.py runs it).
+tests/engines/test_sglang_push_router.py runs it).
 
 An event has all tokens so far, or with `--incremental-streaming-output` only the new ones; its
 `completion_tokens` tells which.

@@ -1,7 +1,7 @@
 """VllmClient: tokens from vLLM's OpenAI server.
 
 In:  a GenerateRequest.   Out: tokens, by POST /v1/completions with `return_token_ids` (vLLM 0.10.2
-and later; tests/engines/test_push_router.py runs it against 0.32).
+and later; tests/engines/test_vllm_push_router.py runs it against 0.32).
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ class Router(FollowedFleet):
         with self._lock:
             if prompt.given is not None:
                 self.fleet_index.require_hashed(len(prompt.given), len(prompt))
-            now_s = self._clock()
-            self.load.expire(now_s)
-            migrations = Migrations(self.fleet_index, self.load, self._decider)
+            now_s = self._now()
+            on_moved = self._observer.on_moved
+            migrations = Migrations(self.fleet_index, self.load, self._decider, on_moved)
             return migrations.migrate(request_id, prompt, excluded, options, now_s)

@@ -11,6 +11,7 @@ decide as for any request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -59,11 +60,15 @@ class _Reach(NamedTuple):
 
 
 class Migrations(NamedTuple):
-    """migrate. Not thread-safe; Router holds a lock."""
+    """migrate. Not thread-safe; Router holds a lock.
+
+    `on_moved` is called with the request id between the end of the old booking and the decision.
+    """
 
     fleet_index: FleetIndex
     load: ActiveLoad
     decider: Decider
+    on_moved: Callable[[str], None]
 
     def migrate(
         self,
@@ -88,7 +93,8 @@ class Migrations(NamedTuple):
             raise NoWorkerError(message, constraint=error.constraint) from error
         reach = self._reach(prompt, now_s)
         preferred = plan._replace(candidates=_nearest(plan.candidates, reach))
-        self.load.finish(request_id, now_s)
+        self.load.withdraw(request_id, now_s)
+        self.on_moved(request_id)
         decision = self.decider.decide(prompt, request_id, preferred, options, now_s)
         return self._migration(decision, failed, len(prompt), plan, reach)
 

@@ -45,7 +45,9 @@ class RouterObserver:
         """A request was routed; `request` has its hashes, and when."""
 
     def on_moved(self, request_id: str) -> None:
-        """A request in flight is on another rank than the decision said."""
+        """A request in flight is on another rank than the decision said. If it has migrated, the
+        decision for the new rank comes next.
+        """
 
     def watches(self, rank: Rank) -> bool:
         """Whether removals are to be told from stores now, by `before_removal` and

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplug import Namespace, Rank, Router, RouterConfig
+from kvplug import BlockStored, EventBatch, Namespace, Rank, Router, RouterConfig
 from kvplug.errors import (
     ConfigError,
     HashingError,
@@ -418,6 +418,38 @@ async def test_a_request_that_makes_no_sense_is_refused_at_once(options, error, 
     fleet.assert_idle()
 
 
+async def test_the_best_worker_is_told_and_nothing_booked():
+    fleet = Fleet()
+    event = BlockStored(block_hashes=(1, 2), token_ids=tuple(PROMPT[:8]), block_size=4)
+    fleet.router.apply(B, EventBatch(events=(event,)))
+    best = fleet.push_router.best_worker_id
+    assert await best(PROMPT) == ("b", 2)
+    assert await best(PROMPT, namespace=Namespace("adapter"), workers=["b"]) == ("b", 0)
+    assert await best(PROMPT, workers=["a"], router_config_override={}) == ("a", 0)
+    with pytest.raises(TypeError, match="worker_id"):
+        await best(PROMPT, worker_id="a")
+    fleet.assert_idle()
+
+
+async def test_potential_loads_are_told_and_nothing_booked():
+    fleet = Fleet(workers="a")
+    fleet.router.add_worker("b", dp_size=2)
+    event = BlockStored(block_hashes=(1, 2), token_ids=tuple(PROMPT[:8]), block_size=4)
+    fleet.router.apply(Rank("b", 1), EventBatch(events=(event,)))
+    stream = await fleet.stream(worker_id="a")
+    loads = await fleet.push_router.get_potential_loads([*PROMPT, 1])
+    assert loads == [
+        {"worker_id": worker, "dp_rank": dp_rank, **load}
+        for worker, dp_rank, load in [
+            ("a", 0, {"potential_prefill_tokens": 41, "potential_decode_blocks": 10}),
+            ("b", 0, {"potential_prefill_tokens": 41, "potential_decode_blocks": 10}),
+            ("b", 1, {"potential_prefill_tokens": 33, "potential_decode_blocks": 10}),
+        ]
+    ]
+    await stream.aclose()
+    fleet.assert_idle()
+
+
 @pytest.mark.parametrize("limit", [-1, 1.5, None, True])
 def test_the_limit_is_a_number(limit):
     with pytest.raises(ConfigError, match="migration_limit"):
@@ -434,22 +466,4 @@ async def test_many_streams_at_once():
 
     answers = await asyncio.gather(*map(one, prompts))
     assert answers == [answer_of(prompt.tolist(), 9) for prompt in prompts]
-    fleet.assert_idle()
-
-
-async def test_the_best_worker_and_potential_loads_book_nothing():
-    fleet = Fleet()
-    stream = await fleet.stream(10, worker_id="a")
-    loads = await fleet.push_router.get_potential_loads(PROMPT)
-    assert [load["worker_id"] for load in loads] == ["a", "b", "c"]
-    assert [load["potential_prefill_tokens"] for load in loads] == [40, 40, 40]
-    assert [load["potential_decode_blocks"] for load in loads] == [10, 10, 10]
-    assert all(load["dp_rank"] == 0 for load in loads)
-    await anext(stream)  # its prefill no longer weighs on it
-    worker, overlap_blocks = await fleet.push_router.best_worker_id(
-        PROMPT, router_config_override={"overlap_score_weight": 2.0}
-    )
-    assert (worker, overlap_blocks) == ("a", 10)  # where the first request's blocks are expected
-    assert len(fleet.router.load) == 1
-    await tokens_of(stream)
     fleet.assert_idle()

@@ -248,16 +248,19 @@ def test_blocks_of_several_sizes_compare_by_tokens():
 def test_an_observer_is_told():
     class Observer(RouterObserver):
         def __init__(self):
-            self.ranks = []
+            self.told = []
 
         def on_decision(self, decision, request):
-            self.ranks.append((decision.request_id, decision.rank))
+            self.told.append((decision.request_id, decision.rank))
+
+        def on_moved(self, request_id):
+            self.told.append((request_id, None))
 
     router, observer = make_router("a", "b"), Observer()
     router.set_observer(observer)
     router.route(PROMPT, request_id="r", worker="a")
     router.migrate("r", PROMPT)
-    assert observer.ranks == [("r", A), ("r", B)]
+    assert observer.told == [("r", A), ("r", None), ("r", B)]
 
 
 _DEPTHS = st.integers(0, NUM_BLOCKS)
