@@ -93,7 +93,7 @@ class Migrations(NamedTuple):
             raise NoWorkerError(message, constraint=error.constraint) from error
         reach = self._reach(prompt, now_s)
         preferred = plan._replace(candidates=_nearest(plan.candidates, reach))
-        self.load.withdraw(request_id, now_s)
+        self.load.withdraw(request_id, now_s)  # blocks of its answer are of the prompt now
         self.on_moved(request_id)
         decision = self.decider.decide(prompt, request_id, preferred, options, now_s)
         return self._migration(decision, failed, len(prompt), plan, reach)

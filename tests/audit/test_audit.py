@@ -513,3 +513,14 @@ def test_nothing_is_kept_of_ranks_that_are_not_in_the_fleet(router, audit, what)
             assert audit.accuracy(rank) == 0.5
     assert not any(state_of(audit))
     assert audit.ledgers() == {}
+
+
+def test_a_request_that_migrates_is_audited_on_its_new_rank(router, audit, clock):
+    router.add_worker("b")
+    say(router, stored(PROMPT[: 2 * BLOCK]))
+    request_id = router.route(PROMPT, worker="b").request_id
+    assert router.migrate(request_id, PROMPT).decision.rank == RANK
+    answer(audit, request_id, 1)
+    assert verdict(audit, clock) is Verdict.WRONG_RESIDENT
+    left = audit.ledgers()[Rank("b")]
+    assert (dict(left.num_skipped), dict(left.num_by_verdict)) == ({"moved": 1}, {})

@@ -1,5 +1,6 @@
 """The example programs, run as they are."""
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import custom_constraint, in_process
+from examples import custom_constraint, in_process, minimize_ttft
 from kvplug import AllBlocksCleared, BlockStored, EventBatch, codec
 from kvplug.engines.publisher import Publisher
 from kvplug.engines.settings import PublisherConfig
@@ -43,6 +44,17 @@ def test_a_tenant_at_its_limit_everywhere_is_refused_until_a_request_ends():
     gateway.route("other", PROMPT)
     gateway.finish("acme", decisions[0])
     assert gateway.route("acme", PROMPT).rank == decisions[0].rank
+
+
+def test_a_prompt_goes_where_the_least_is_to_prefill(capsys):
+    asyncio.run(minimize_ttft.main())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(" 4 tokens") for line in lines] == [True] * 4
+    first, *_, last = workers = [line.split()[2] for line in lines]
+    assert (len(set(workers[:3])), last != first) == (1, True)
+    assert lines[0].count(": 1001") == 2  # both would have to compute it all
+    assert lines[1].count(": 9") == 1  # all but the blocks that are cached
+    assert f"'{first}': 3009" in lines[3]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -273,19 +274,61 @@ async def test_a_cancelled_consumer_frees_the_load():
     assert len(router.load) == 0
 
 
-async def test_a_long_request_is_renewed():
-    router, client = Router(RouterConfig(request_expiry_s=0.05)), Silent()
+class CountingRouter(Router):
+    """Counts renewals by request id, and keeps the options of migrations."""
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.num_renewed, self.migrated = Counter(), []
+
+    def renew(self, request_id):
+        self.num_renewed[request_id] += 1
+        return super().renew(request_id)
+
+    def migrate(self, request_id, token_ids, **options):
+        self.migrated.append((list(token_ids), options))
+        return super().migrate(request_id, token_ids, **options)
+
+
+async def test_a_request_is_renewed_until_its_stream_ends():
+    router, client = CountingRouter(RouterConfig(request_expiry_s=0.02)), Silent()
     router.add_worker("a")
-    stream = await KvPushRouter(router, client).generate(PROMPT)
-    reading = asyncio.create_task(anext(stream))
-    await client.is_asked.wait()
-    deadline_s = router.load.request(stream.request_id).deadline_s
-    await until(
-        lambda: router.load.request(stream.request_id).deadline_s > deadline_s + 0.05, "renewed"
-    )
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
+    push_router = KvPushRouter(router, client)
+    streams = [await push_router.generate(PROMPT) for _ in range(2)]
+    ended, lasting = (stream.request_id for stream in streams)
+    tasks = [asyncio.create_task(anext(stream)) for stream in streams]
+    await until(lambda: router.num_renewed[ended] > 2, "it is renewed")
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    num_ended, num_lasting = router.num_renewed[ended], router.num_renewed[lasting]
+    await until(lambda: router.num_renewed[lasting] > num_lasting + 2, "the other one goes on")
+    assert router.num_renewed[ended] == num_ended
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
     assert len(router.load) == 0
+
+
+async def test_a_migration_is_of_the_rest_of_the_answer():
+    router, engines = CountingRouter(), VirtualEngines()
+    router.add_worker("a", model="m", taints={"t"})
+    router.add_worker("b", model="m", taints={"t"})
+    engines.breaks["a"] = 4
+    stream = await KvPushRouter(router, engines).generate(
+        PROMPT,
+        model="m",
+        namespace=Namespace("adapter"),
+        stop_conditions={"max_tokens": 10},
+        worker_id="a",
+        required_taints=["t"],
+        session="s",
+    )
+    tokens, _ = await tokens_of(stream)
+    [(token_ids, options)] = router.migrated
+    assert token_ids == PROMPT + tokens[:4]
+    assert options == {
+        **{"namespace": Namespace("adapter"), "exclude": {"a"}, "model": "m", "override": None},
+        **{"max_tokens": 6, "required_taints": ["t"], "session": "s"},
+    }
 
 
 async def test_the_router_hears_of_first_tokens_and_ends():

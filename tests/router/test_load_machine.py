@@ -4,11 +4,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvplug import BlockStored, EventBatch, Rank, Router, RouterConfig
+from kvplug.errors import NoWorkerError, UnknownRequestError
 from kvplug.hashing import BlockHasher, as_tokens
 from kvplug.kernels import costing
 
@@ -128,6 +130,23 @@ class LoadMachine(RuleBasedStateMachine):
             request.worker, request.is_prefilled, request.has_first_token = worker, False, False
             request.deadline_s = self.clock.now_s + EXPIRY_S
             request.decayed = (1.0 - request.fraction) * self.own_blocks(request)
+
+    @rule(request_id=ids, generated=prompts, exclude=st.sets(workers))
+    def migrate(self, request_id, generated, exclude):
+        self.tick()
+        self.expire()
+        request = self.live.get(request_id)
+        tokens = generated if request is None else request.tokens + generated
+        others = self.members - exclude - {None if request is None else request.worker}
+        if request is None or not others:
+            error = UnknownRequestError if request is None else NoWorkerError
+            with pytest.raises(error):
+                self.router.migrate(request_id, tokens, exclude=exclude)
+            return
+        migration = self.router.migrate(request_id, tokens, exclude=exclude)
+        assert migration.failed == Rank(request.worker)
+        assert migration.decision.rank.worker in others
+        self.start(request_id, migration.decision.rank.worker, tokens)
 
     @rule(request_id=ids)
     def renew(self, request_id):
