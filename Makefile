@@ -67,6 +67,11 @@ test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; 
 bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json
 	$(BIN)/python -m tests.benchmarks.router $(if $(ONLY),--only $(ONLY))
 
+.PHONY: differential
+differential: STATES ?= 1000
+differential: $(READY)  ## cost and choice beside Dynamo's SelectionService in STATES (1000) random states of each settings; ONLY=name,name; bench-results/differential.json
+	$(BIN)/python -m tests.differential --states $(STATES) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: audit
 audit: $(READY)  ## predicted against reported cached tokens on two real vLLM engines under evictions
 	$(BIN)/pytest -q tests/engines/test_audit.py

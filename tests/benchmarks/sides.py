@@ -41,8 +41,10 @@ class Side:
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._process.stdout.close()
 
 
 def serve(measure: Callable[[dict[str, Any]], Any], lines: Iterable[str]) -> None:
