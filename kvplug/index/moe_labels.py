@@ -120,7 +120,8 @@ class MoeLabels(BlockAnnotation):
         return next((label for label, n in self._number_of.items() if n == number), None)
 
     def num_aligned(self, hashes: U64, label: MoeLabel, depths: I64) -> I64:
-        """int64[ranks]: how many of each rank's first depths[rank] blocks carry the label.
+        """int64[ranks]: how many of each rank's first depths[rank] blocks carry the label. A block
+        that the rank reads in a pool carries the label of the rank that has put it there.
 
         hashes: uint64[n], sequence hashes of a request; depths: int64[ranks], Overlap.held of it.
         """
@@ -131,7 +132,26 @@ class MoeLabels(BlockAnnotation):
         marks = np.array([mark_of(rank) for rank in ranks], dtype=np.uint64)
         values = np.array([self._value(number, rank) for rank in ranks], dtype=np.uint64)
         self.table.count_equal(hashes, marks, depths, values, counts)
+        for rank, labelled in self._labelled_in_pools(hashes, number).items():
+            others = labelled & ~self._labelled(hashes, number, rank)
+            counts[rank] += np.count_nonzero(others[: depths[rank]])
         return counts
+
+    def _labelled(self, hashes: U64, number: int, rank_number: int) -> Mask:
+        """bool[n]: blocks of which the rank's own copies carry the label."""
+        found = self.table.find(hashes ^ mark_of(rank_number))
+        return np.asarray(found == self._value(number, rank_number))
+
+    def _labelled_in_pools(self, hashes: U64, number: int) -> dict[int, Mask]:
+        """By rank that reads pools of others, bool[n]: blocks that carry the label there."""
+        found: dict[int, Mask] = {}
+        for holder, (owner, workers) in self._numbers.pools.items():
+            labelled = self._labelled(hashes, number, owner)
+            labelled &= self._block_store.which_held(hashes, [holder])
+            for rank_number, rank in enumerate(self._numbers.ranks):
+                if rank is not None and rank.worker in workers and rank_number != owner:
+                    found[rank_number] = found.get(rank_number, False) | labelled
+        return found
 
     def check(self) -> None:
         """Every label is of a block that the rank holds."""

@@ -93,6 +93,18 @@ def test_a_block_in_a_pool_keeps_its_label_until_it_is_evicted(index):
     assert len(labels_of(index)) == 0
 
 
+def test_who_reads_a_pool_reads_the_labels_of_whoever_filled_it(index):
+    apply(index, A, stored(1, 2, moe=EXPERT), stored(3, start=2, parent=2, moe=OTHER))
+    pooled = CxlStateTransition(
+        block_hashes=(1, 3), new_state=CxlState.CXL_POOLED, pool_id=0, accessible_workers=("b",)
+    )
+    apply(index, B, stored(2, start=1, parent=1), stored(3, start=2, parent=2, moe=OTHER))
+    apply(index, A, pooled)
+    assert index.overlap(hashes_of(index)).held.tolist() == [3, 3]
+    assert hits(index) == [2, 1]  # the second block is not in the pool
+    assert hits(index, OTHER) == [1, 1]  # and the third counts once
+
+
 def test_clears_and_departures_take_labels(index):
     apply(index, A, stored(1, moe=EXPERT))
     apply(index, B, stored(1, moe=EXPERT))

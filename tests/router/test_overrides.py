@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvplug import BlockStored, EventBatch, Rank, Router, RouterConfig
-from kvplug.errors import ConfigError
-from kvplug.events import MoeLabel
+from kvplug.errors import ConfigError, NoWorkerError
+from kvplug.events import CxlMetadata, CxlState, MoeLabel
 from kvplug.router.options import MoeQuery, RouterConfigOverride
 from tests.router.test_core import Clock
 
@@ -144,3 +144,18 @@ def test_weight_0_builds_no_index():
     assert router.route(PROMPT).overlap_blocks == router.route(PROMPT).overlap_blocks == 0
     assert len(router.index) == 0
     assert np.isfinite(router.route(PROMPT).cost)
+
+
+@pytest.mark.parametrize("cost", ["ms", "blocks"])
+def test_labels_of_blocks_in_a_pool_count_for_those_that_read_it(cost):
+    router = make_router("prefill", "near", "far", cost=cost)
+    store(router, "far", PROMPT)
+    pool = CxlMetadata(CxlState.CXL_POOLED, 0, ("near",))
+    store(router, "prefill", PROMPT, moe=LABEL, cxl=pool)
+    query = MoeQuery(layer=3, expert=7, group=1, fallback_to_unlabeled=False)
+    override = RouterConfigOverride(moe_query=query)
+    workers = ["near", "far"]
+    assert router.route(PROMPT, workers=workers, override=override).rank == Rank("near")
+    other = MoeQuery(layer=3, expert=8, fallback_to_unlabeled=False)
+    with pytest.raises(NoWorkerError):
+        router.route(PROMPT, override=RouterConfigOverride(moe_query=other))
