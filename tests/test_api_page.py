@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvplug
-from kvplug import BlockIndex, Namespace, Rank, Router, Tier, errors
+from kvplug import BlockIndex, CxlState, Namespace, Rank, Router, Tier, errors
+from kvplug.errors import KvplugError
 from kvplug.index.prefix_query import Overlap
 from kvplug.ingest.event_thread import EventThread
 from kvplug.router.options import RequestOptions, RouteOptions
@@ -31,12 +32,11 @@ SECTIONS = list(sections())
 
 
 def rows(part, head):
-    """The cells of the table with this first column."""
-    if f"\n| {head} |" not in part:
-        return []
-    table = part[part.index(f"\n| {head} |") + 1 :].partition("\n\n")[0]
+    """The cells of all tables with this first column."""
+    tables = [table.partition("\n\n")[0] for table in part.split(f"\n| {head} |")[1:]]
     return [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip()[1:-1])]
+        for table in tables
         for line in table.splitlines()[2:]
     ]
 
@@ -94,7 +94,8 @@ def test_fields_have_the_defaults_of_the_page(documented, part):
         elif name == "`skipped`":
             assert default == "{}"  # msgspec makes a dict for each batch
         else:
-            assert eval(default, {"Tier": Tier}) == parameter.default, name
+            names = {"Tier": Tier, "CxlState": CxlState}
+            assert eval(default, names) == parameter.default, name
 
 
 @pytest.mark.parametrize(("documented", "part"), SECTIONS)
@@ -122,8 +123,22 @@ def test_tiers_and_errors_are_complete():
 
 
 def test_every_exported_name_is_on_the_page():
-    headings = re.findall(r"^##+ (\w+)$", PAGE, re.MULTILINE)
-    assert set(kvplug.__all__) - {"KvplugError", "__version__"} <= set(headings)
+    headings = set(re.findall(r"^##+ (\w+)$", PAGE, re.MULTILINE))
+    for name in set(kvplug.__all__) - headings - {"KvplugError", "__version__"}:
+        exported = getattr(kvplug, name)
+        if inspect.isfunction(exported):
+            assert f"`kvplug.{name}(" in PAGE, name
+        else:  # test_tiers_and_errors_are_complete
+            assert issubclass(exported, KvplugError), name
+
+
+def test_every_error_can_be_imported_from_the_package():
+    known = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert known <= set(kvplug.__all__)
+
+
+def test_states_of_pools_are_complete():
+    assert [name.strip("`") for name, _ in rows(PAGE, "state")] == [each.name for each in CxlState]
 
 
 def test_numbers_of_ranks_are_positions_in_an_overlap():

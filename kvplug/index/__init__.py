@@ -6,8 +6,10 @@ the index
   block_index       BlockIndex: follow ranks, apply events, ask what each rank holds
   event_applier     the events of a rank, many at a time
   single_events     events one by one: whatever needs a decision
+  event_values      whether an event that was made by hand can be one
   apply_result      what became of events: counts, and reasons to refuse
   prefix_query      what each rank holds of a request: PrefixQuery, Overlap
+  block_copies      who holds a block, and where
 what it is made of
   block_store       which holder has which block, made of the next three
   hash_table        uint64 -> uint64, the table of everything here

@@ -6,6 +6,12 @@ decider           the decision: candidates, one kernel call, one rank
 group_arrays      the arrays that the routing kernel reads, for one index
 fleet_index       one index for each model and block size of the fleet
 load              requests in flight on each rank, and cache sizes
+output_blocks     blocks of answers, and their decay
+reported_load     what engines say of their load, and what of it is others'
+first_tokens      the end of a prefill, where nobody reports it
+bookings          requests that others have placed
+matches           what each rank has of a prompt, by name
+potential_loads   what each rank would be busy with
 cache_forecast    what the caches will hold once the routed requests are served
 cache_sizes       how many blocks each rank holds and has room for
 engine_model      how long an engine takes, and how that is fitted

@@ -156,6 +156,8 @@ class Router(FollowedFleet):
         """
         prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
         label = moe_query.label if isinstance(moe_query, MoeQuery) else moe_query
+        if label is not None and not isinstance(label, MoeLabel):
+            raise ConfigError(f"moe_query must be a MoeLabel or a MoeQuery, got {shown(label)}")
         with self._lock:
             workers = self.fleet_index.workers_with(model, None) if model else None
             return find_matches(self.fleet_index, prompt, workers, label, self._clock())

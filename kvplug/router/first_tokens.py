@@ -33,6 +33,11 @@ class UnreportedFirstTokens:
         self._fleet_index, self._load = fleet_index, load
         self._waiting_on: set[int] = set()  # numbers of ranks
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether an event of any rank may end a prefill."""
+        return bool(self._waiting_on)
+
     def expect(self, request: ActiveRequest, own_ms: float) -> float:
         """Nobody will report its first token, predicted to take so long; returns when it is
         presumed to be there, in seconds. To be called before its rank can have stored anything.
@@ -47,18 +52,17 @@ class UnreportedFirstTokens:
 
     def note_stored(self, rank: Rank, now_s: float) -> None:
         """Events of the rank have stored blocks."""
-        if not self._waiting_on or rank not in self._fleet_index.numbers:
-            return None
+        if rank not in self._fleet_index.numbers:
+            return
         number = self._fleet_index.numbers.number_of(rank)
         if number in self._waiting_on:
             waiting = [each for each in self._load.waiting_on(number) if each.shows_in_event]
-            if not waiting:
-                return self._waiting_on.discard(number)
             last = np.array([each.sequence_hashes[-1] for each in waiting], dtype=np.uint64)
             for request, is_held in zip(waiting, self._held(rank, last).tolist(), strict=True):
                 if is_held:
                     self._load.end_prefill(request, now_s)
-        return None
+            if not waiting:
+                self._waiting_on.discard(number)
 
     def _held(self, rank: Rank, hashes: U64) -> Mask:
         """bool[n]: which of these blocks the rank's events have on its device."""

@@ -407,7 +407,7 @@ class FollowedFleet:
     def _note(self, rank: Rank, num_before: int, applied: ApplyResult) -> None:
         """Events have changed what the rank has on its device, which had so many blocks."""
         self.cache_sizes.note(rank, num_before, applied)
-        if applied.num_stored:
+        if applied.num_stored and self._decider.unreported.are_awaited:
             self._decider.unreported.note_stored(rank, self._clock())
 
     def _clear_in_slices(self, rank: Rank, yield_to_queries: Callable[[], None]) -> int:

@@ -253,3 +253,15 @@ def test_an_engine_that_contradicts_its_events_counts_no_more_and_is_asked_for_a
     follower.tick()
     assert (follower.trust.level, follower.trust.reason) == (Trust.EXACT, None)
     assert router.fleet_index.confidence_of(RANK) == 1.0
+
+
+def test_what_an_engine_says_after_its_worker_was_removed_hurts_nobody(router, follower):
+    follower.receive([message(0, stored(1))])
+    router.remove_worker("w")
+    follower.receive([message(1, stored(9)), message(7, stored(3))])
+    follower.on_disconnected()
+    follower.on_connected()
+    follower.receive([message_of([b"nothing"])])
+    assert follower.num_stored == 1
+    assert follower.skipped["unknown_rank"] > 0
+    assert router.ranks == []

@@ -178,6 +178,8 @@ def test_matches_are_named_by_rank():
     assert found.moe_scores == {a: 0, b: 6, c: 0}
     same = router.find_matches_for_request(PROMPT, moe_query=MoeQuery(layer=3, expert=7))
     assert same.moe_scores[b] == 6
+    with pytest.raises(ConfigError, match="moe_query must be a MoeLabel or a MoeQuery, got 7"):
+        router.find_matches_for_request(PROMPT, moe_query=7)
     salted = router.find_matches_for_request(PROMPT, namespace=Namespace(salt="x"))
     assert set(salted.scores.values()) == {0}
 
