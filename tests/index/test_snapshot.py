@@ -121,7 +121,7 @@ def test_pools_and_labels_are_in_a_snapshot(tmp_path):
         overlap = each.overlap(hashes)
         assert overlap.cxl_accessible.tolist() == [2, 0, 2, 0]
         labels, cxl = each.annotation(MoeLabels), each.annotation(CxlBlocks)
-        assert labels.num_aligned(hashes, label, overlap.held).tolist() == [2, 0, 0, 0]
+        assert labels.num_aligned(hashes, label, overlap.held).tolist() == [2, 0, 2, 0]
         assert cxl.metadata(RANKS[0], int(hashes[2])).state is CxlState.EVICTED
         assert cxl.metadata(RANKS[0], int(hashes[0])).accessible_workers == ("b",)
     restored.remove_worker("a")
