@@ -28,7 +28,7 @@ from kvplug.events import (
     SequenceHash,
     Tier,
 )
-from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, as_tokens, seed_of
+from kvplug.hashing import BASE_SEED, BlockHasher, as_hashes, seed_of
 from kvplug.index.adapters import AdapterSeeds
 from kvplug.index.annotations import Annotations
 from kvplug.index.apply_result import ApplyResult, RejectReason
@@ -153,7 +153,7 @@ class SingleEvents:
             return applied.reject(self._why_unknown(event.parent), num_blocks)
         seed = self._namespace_seed(event, parent)
         hashes = self._hasher.sequence_hashes(
-            as_tokens(event.token_ids), seed, parent=parent, extra_keys=event.extra_keys
+            event.token_ids, seed, parent=parent, extra_keys=event.extra_keys
         )
         if len(hashes) != num_blocks or len(event.extra_keys) > num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
