@@ -217,5 +217,14 @@ class ReferenceIndex:
 
     def moe_hits(self, rank, contents, label, fleet):
         depth = self.overlap(rank, contents, fleet)[0][3]
-        labels = self.labels.get(rank, {})
-        return sum(labels.get(content) == label for content in contents[:depth])
+        return sum(label in self._labels_for(rank, content, fleet) for content in contents[:depth])
+
+    def _labels_for(self, rank, content, fleet):
+        """Of its own copies, and of those that it reads in pools."""
+        owners = [
+            owner
+            for owner in fleet
+            if self._is_pooled(owner, content)
+            and rank.worker in (self.cxl_of(owner, content).accessible_workers or ())
+        ]
+        return {self.labels.get(owner, {}).get(content) for owner in (rank, *owners)}
