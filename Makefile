@@ -143,6 +143,10 @@ sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; T
 sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=name,name SEEDS=N FIRST_SEED=N TRACES=folder; bench-results/sim-outcome.json
 	$(BIN)/python -m tests.benchmarks.sim_outcome --traces $(TRACES) $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED))
 
+.PHONY: sim-modes
+sim-modes: $(READY)  ## each router mode, credit and label against kv and turns, in virtual time; 3 minutes; ONLY=name,name SEEDS=N; bench-results/sim-modes.json
+	$(BIN)/python -m tests.benchmarks.sim_modes $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS))
+
 .PHONY: sim-sweep
 sim-sweep: $(READY)  ## kv against its best weight in 42 scenarios, in virtual time; ONLY=part,part SEEDS=N; an hour; bench-results/sim-sweep.json
 	$(BIN)/python -m tests.benchmarks.sim_sweep $(if $(ONLY),--only '$(ONLY)') $(if $(SEEDS),--seeds $(SEEDS))

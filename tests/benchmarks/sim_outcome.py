@@ -62,14 +62,15 @@ class Asks:
 
     def make(self, seed: int) -> Workload:
         """Prompts and answers as blocks."""
-        requests = list(map(_request_of, self.of().make(seed)))
+        requests = list(map(request_of, self.of().make(seed)))
         return Workload(name=self.name, block_size=BLOCK_SIZE, requests=requests)
 
 
 _HASHER = BlockHasher(BLOCK_SIZE)
 
 
-def _request_of(ask: Ask) -> Request:
+def request_of(ask: Ask) -> Request:
+    """As blocks."""
     hashes = _HASHER.sequence_hashes(as_tokens([*ask.tokens, *ask.answer]), 1)
     num_prompt = len(ask.tokens) // BLOCK_SIZE
     num_all = (len(ask.tokens) + ask.max_tokens) // BLOCK_SIZE

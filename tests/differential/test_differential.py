@@ -73,6 +73,8 @@ class TestActiveBlocks:
             assert active.count() == 10
             active.end("b")
             assert active.count() == 8
+            active.add_output("a", 0.25)
+            assert active.count() == 3
 
     def test_what_is_left_when_another_request_has_the_blocks(self):
         for keeps, number in ((False, 4), (True, 2)):

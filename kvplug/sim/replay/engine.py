@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,12 +28,18 @@ U64 = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """How large and how fast an engine is; `num_blocks` of `block_size` tokens can be cached."""
+    """How large and how fast an engine is; `num_blocks` of `block_size` tokens can be cached.
+
+    With host memory, `host_blocks` that were evicted stay there, and are loaded in
+    `host_load_s` each.
+    """
 
     num_blocks: int
     block_size: int = 16
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    host_blocks: int = 0
+    host_load_s: float = 0.0
     time_model: TimeModel = field(default_factory=TimeModel)
 
 
@@ -47,11 +54,16 @@ class Job:
 
 
 class CacheEvent(NamedTuple):
-    """Blocks that were removed, then blocks stored behind `parent` (None: at the beginning)."""
+    """Blocks that were removed, then blocks stored behind `parent` (None: at the beginning).
+
+    `offloaded`, (block, parent) each: that the host has from now on; `dropped`: no longer has.
+    """
 
     removed: list[int]
     stored: U64
     parent: int | None
+    offloaded: Sequence[tuple[int, int | None]] = ()
+    dropped: Sequence[int] = ()
 
 
 class Step(NamedTuple):
@@ -115,11 +127,45 @@ class Cache:
                 uses[block] -= 1
 
 
+class HostMemory:
+    """Blocks that the device has evicted, the one that goes next first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._parent_of: dict[int, int | None] = {}
+
+    def num_hits(self, blocks: list[int]) -> int:
+        """How many of the leading blocks are here; they go last."""
+        for position, block in enumerate(blocks):
+            if block not in self._blocks:
+                return position
+            self._blocks.move_to_end(block)
+        return len(blocks)
+
+    def note(self, path: list[int]) -> None:
+        """A prompt and its answer: behind which block each of its blocks is."""
+        if self.num_blocks:
+            self._parent_of.update(zip(path, [None, *path], strict=False))
+
+    def put(self, evicted: list[int]) -> tuple[list[tuple[int, int | None]], list[int]]:
+        """What the device has evicted, the last block of a prefix first; (offloaded, dropped)."""
+        if not self.num_blocks:
+            return [], []
+        new = [block for block in reversed(evicted) if block not in self._blocks]
+        # The last block of a prefix is the first to go here, too.
+        self._blocks.update(dict.fromkeys(reversed(new)))
+        num_over = max(0, len(self._blocks) - self.num_blocks)
+        dropped = [self._blocks.popitem(last=False)[0] for _ in range(num_over)]
+        return [(block, self._parent_of[block]) for block in new], dropped
+
+
 class ReplayEngine:
     """add a job, then step for as long as it returns steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.cache = spec, Cache(spec.num_blocks)
+        self._host, self._loading_s = HostMemory(spec.host_blocks), 0.0
         self.waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []  # heap by the step of the last token
@@ -151,6 +197,7 @@ class ReplayEngine:
         seconds = self.spec.time_model.step_s(
             num_prefill_tokens=num_tokens, num_decodes=num_decoding
         )
+        seconds, self._loading_s = seconds + self._loading_s, 0.0
         return Step(now + seconds, first_tokens, finished, events)
 
     def _admit(self) -> list[CacheEvent]:
@@ -174,18 +221,23 @@ class ReplayEngine:
         prompt = request.blocks.tolist()
         num_cached = self.cache.num_hits(prompt)
         # The last token is computed in any case, for the first of the answer.
-        num_hits = min(num_cached, (request.num_tokens - 1) // size)
+        most = (request.num_tokens - 1) // size
+        num_hits = min(num_cached, most)
+        num_loaded = min(self._host.num_hits(prompt[num_cached:]), most - num_hits)
         blocks = prompt + request.answer_blocks.tolist()
         evicted = self.cache.admit(blocks, num_hits)
         if evicted is None:
             return None
         self._blocks[job] = blocks
-        job.num_hit_tokens = num_hits * size
+        self._host.note(blocks)
+        self._loading_s += num_loaded * self.spec.host_load_s
+        job.num_hit_tokens = (num_hits + num_loaded) * size
         job.tokens_left = request.num_tokens - job.num_hit_tokens
         # The last block of a prompt that is all there is computed again, but not stored again.
         first = num_hits if num_cached and prompt[num_cached - 1] in evicted else num_cached
         stored = np.array(blocks[first:], dtype=np.uint64)
-        return CacheEvent(evicted, stored, prompt[first - 1] if first else None)
+        parent = prompt[first - 1] if first else None
+        return CacheEvent(evicted, stored, parent, *self._host.put(evicted))
 
     def _prefill(self) -> tuple[int, list[Job]]:
         budget = self.spec.max_num_batched_tokens - len(self._decoding)

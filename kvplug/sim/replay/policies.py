@@ -6,8 +6,13 @@ In:  a name.   Out: a Policy (kvplug/sim/replay/fleet.py).
     kv:blocks=W    Router with the cost in blocks and weight W
     kv:events=off  Router that goes by its own decisions, as engines publish no events
     kv:capacity=C  Router that is told C times the caches' capacities, or nothing if C is 0
+    kv:mode=NAME   Router in another mode. Requests of a session are named by it; with `direct` they
+                   name the engine of a fixed share of the sessions
+    kv:NAME=X      Router with another number in its RouterConfig: SETTINGS has those that can be
     cache_aware    an approximate tree of what was sent where, as vLLM's router and SGLang's have it
     round_robin, least_loaded, random
+
+Several options of kv are parted by colons: kv:blocks=1:request_weight=2.
 """
 
 from __future__ import annotations
@@ -15,15 +20,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final
+from typing import Any, Final, get_args
+from zlib import crc32
 
 import numpy as np
 
 from kvplug.errors import ConfigError
-from kvplug.events import Rank
+from kvplug.events import Rank, Tier
 from kvplug.packed import PackedEvent, PackedRemoved, PackedStored, encode
-from kvplug.router.config import RouterConfig
+from kvplug.router.config import Mode, RouterConfig
 from kvplug.router.core import Router
+from kvplug.router.options import RouteOptions
 from kvplug.sim.replay.engine import CacheEvent, EngineSpec
 from kvplug.sim.replay.fleet import Policy
 from kvplug.sim.replay.workload import Request
@@ -132,9 +139,22 @@ class Kv:
     def choose(self, number: int, request: Request, now: float) -> int:
         """By the router's decision."""
         self._now = now
-        decision = self.router.route_hashed(request.blocks, request.num_tokens)
+        decision = self.router.route_hashed(
+            request.blocks, request.num_tokens, **self.options(request)
+        )
         self._ids[number] = decision.request_id
         return self._engine_of[decision.rank]
+
+    def options(self, request: Request) -> RouteOptions:
+        """What the request says of itself."""
+        return {"session": request.session, "worker": self._named(request)}
+
+    def _named(self, request: Request) -> str:
+        """The engine that the request names."""
+        if self.router.config.mode != "direct" or not request.session:
+            return ""
+        number = crc32(request.session.encode()) % len(self._ranks)
+        return self._ranks[number].worker
 
     def on_first_token(self, number: int, now: float) -> None:
         """The prefill is done."""
@@ -153,6 +173,12 @@ class Kv:
         self._now = now
         packed: list[PackedEvent] = []
         for event in events:
+            # A block is named behind its parent, so it goes to the host before both leave the GPU.
+            for block, parent in event.offloaded:
+                name = np.array([block], dtype=np.uint64)
+                packed.append(PackedStored(name, name, parent, Tier.HOST))
+            if event.dropped:
+                packed.append(PackedRemoved(np.array(event.dropped, dtype=np.uint64), Tier.HOST))
             if event.removed:
                 packed.append(PackedRemoved(np.array(event.removed, dtype=np.uint64)))
             if len(event.stored):
@@ -167,26 +193,51 @@ _SIMPLE: Final[dict[str, Callable[[Sequence[EngineSpec], int], Policy]]] = {
     "least_loaded": LeastLoaded,
     "cache_aware": CacheAware,
 }
-NAMES: Final = ("kv", "kv:blocks=WEIGHT", "kv:events=off", "kv:capacity=SHARE", *_SIMPLE)
+SETTINGS: Final = (
+    *("host_credit", "disk_credit", "device_credit", "device_credit_decay", "request_weight"),
+    *("temperature", "ttft_slo_ms"),
+)
+NAMES: Final = (
+    *("kv", "kv:blocks=WEIGHT", "kv:events=off", "kv:capacity=SHARE", "kv:mode=NAME"),
+    *(f"kv:{name}=NUMBER" for name in SETTINGS),
+    *_SIMPLE,
+)
 
 
 def make_policy(name: str, specs: Sequence[EngineSpec], seed: int) -> Policy:
     """The policy of this name, new; ConfigError for one that nobody knows."""
     if name in _SIMPLE:
         return _SIMPLE[name](specs, seed)
-    size = specs[0].block_size
-    kind, colon, option = name.partition(":")
-    match [kind, *(option.split("=") if colon else [])]:
-        case ["kv"]:
-            return Kv(specs, seed, RouterConfig(block_size=size))
-        case ["kv", "blocks", weight]:
-            config = RouterConfig(block_size=size, overlap_score_weight=_number(weight, name))
-            return Kv(specs, seed, config)
-        case ["kv", "events", "off"]:
-            return Kv(specs, seed, RouterConfig(block_size=size, use_kv_events=False))
-        case ["kv", "capacity", share]:
-            return Kv(specs, seed, RouterConfig(block_size=size), _number(share, name))
-    raise ConfigError(f"policy {name!r}: expected one of {', '.join(NAMES)}")
+    kind, *options = name.split(":")
+    if kind != "kv":
+        raise _unknown(name)
+    settings: dict[str, Any] = {}
+    capacity = 1.0
+    for option in options:
+        key, _, value = option.partition("=")
+        if key == "capacity":
+            capacity = _number(value, name)
+        else:
+            settings |= _setting(key, value, name)
+    return Kv(specs, seed, RouterConfig(block_size=specs[0].block_size, **settings), capacity)
+
+
+def _setting(key: str, value: str, name: str) -> dict[str, Any]:
+    """Of RouterConfig."""
+    match key, value:
+        case "events", "off":
+            return {"use_kv_events": False}
+        case "mode", _ if value in get_args(Mode):
+            return {"mode": value}
+        case "blocks", _:
+            return {"overlap_score_weight": _number(value, name)}
+    if key in SETTINGS:
+        return {key: _number(value, name)}
+    raise _unknown(name)
+
+
+def _unknown(name: str) -> ConfigError:
+    return ConfigError(f"policy {name!r}: expected one of {', '.join(NAMES)}")
 
 
 def _number(text: str, name: str) -> float:

@@ -21,7 +21,8 @@ U64 = npt.NDArray[np.uint64]
 class Request:
     """blocks: uint64, of the prompt's full blocks; answer_blocks: that the answer fills.
 
-    arrival_s: None where requests come as fast as others end, or at a rate of their own.
+    arrival_s: None where requests come as fast as others end, or at a rate of their own. session:
+    the conversation or document that it is about, if any.
     """
 
     blocks: U64
@@ -29,6 +30,7 @@ class Request:
     num_answer_tokens: int
     answer_blocks: U64
     arrival_s: float | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

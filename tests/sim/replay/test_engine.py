@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvplug.sim.engine import SchedulerConfig, SimulatedEngine
 from kvplug.sim.engine_config import TimeModel
 from kvplug.sim.replay.engine import EngineSpec, Job, ReplayEngine
-from kvplug.sim.replay.workload import Conversations, Documents, Unshared
+from kvplug.sim.replay.workload import Conversations, Documents, Request, Unshared
 
 SIZE, TIME = 16, TimeModel()
 
@@ -113,10 +113,46 @@ def test_events_tell_what_the_cache_holds():
         while engine.is_busy:
             step = engine.step(now)
             now = step.ends_at
-            for removed, stored, parent in step.events:
+            for removed, stored, parent, *_ in step.events:
                 assert held.issuperset(removed)
                 held -= set(removed)
                 assert parent is None or parent in held
                 assert held.isdisjoint(stored.tolist())
                 held |= set(stored.tolist())
             assert len(held) == engine.cache.num_cached <= spec.num_blocks
+
+
+class TestHostMemory:
+    SPEC = EngineSpec(num_blocks=4, block_size=16, host_blocks=6, host_load_s=0.5)
+
+    @staticmethod
+    def run(engine, blocks):
+        """(hit tokens, seconds, events) of a prompt of these blocks and a token."""
+        nothing = np.zeros(0, dtype=np.uint64)
+        job = Job(Request(np.array(blocks, np.uint64), 16 * len(blocks) + 1, 1, nothing), 0)
+        engine.waiting.append(job)
+        step = engine.step(0.0)
+        return job.num_hit_tokens, step.ends_at, step.events[0]
+
+    def test_what_the_device_evicts_is_loaded_from_there(self):
+        engine = ReplayEngine(self.SPEC)
+        assert self.run(engine, [1, 2, 3])[0] == 0
+        _, computing_s, event = self.run(engine, [4, 5, 6])
+        assert event.removed == [3, 2]
+        assert event.offloaded == [(2, 1), (3, 2)]
+        hits, seconds, event = self.run(engine, [1, 2, 3])
+        assert hits == 48
+        assert event.stored.tolist() == [2, 3]
+        assert event.parent == 1
+        assert 1.0 < seconds < 1.0 + computing_s
+
+    def test_it_is_bounded_too(self):
+        engine = ReplayEngine(self.SPEC)
+        dropped = [self.run(engine, [n, n + 1, n + 2])[2].dropped for n in range(10, 40, 3)]
+        assert sum(map(len, dropped)) == 20
+        assert self.run(engine, [10, 11, 12])[0] == 0
+
+    def test_without_it_nothing_is_said_of_it(self):
+        engine = ReplayEngine(EngineSpec(num_blocks=4))
+        events = [self.run(engine, [n, n + 1, n + 2])[2] for n in (1, 4, 1)]
+        assert not any(event.offloaded or event.dropped for event in events)

@@ -30,7 +30,8 @@ def test_a_seed_makes_the_same_choices_again(name):
 
 
 UNKNOWN = ("best", "", "kv:weight=2", "kv:blocks=", "kv:blocks=many", "random:blocks=1")
-UNKNOWN += ("kv:", "kv:events=on", "kv=events=off", "kv:blocks:3")
+UNKNOWN += ("kv:", "kv:events=on", "kv=events=off", "kv:blocks:3", "kv:mode=", "kv:mode=best")
+UNKNOWN += ("kv:block_size=3", "kv:request_weight=much", "kv:mode=random:", "kv::blocks=1")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -106,6 +107,23 @@ def test_kv_can_be_told_other_capacities(share, known):
     policy = make_policy(f"kv:capacity={share}", specs, 0)
     sizes = [policy.router.cache_size(rank) for rank in policy.router.ranks]
     assert [size.capacity for size in sizes] == [known] * 3
+
+
+def test_kv_takes_several_options():
+    router = make_policy("kv:blocks=2:request_weight=3:mode=power_of_two", SPECS, 0).router
+    config = router.config
+    assert (config.weight, config.request_weight, config.mode) == (2, 3, "power_of_two")
+
+
+@pytest.mark.parametrize("mode", ["direct", "rendezvous_hash"])
+def test_kv_sends_a_session_where_it_went_before(mode):
+    policy = make_policy(f"kv:mode={mode}", SPECS, 0)
+    requests = [prompt() for _ in range(24)]
+    for number, request in enumerate(requests):
+        request.session = f"session {number % 12}"
+    chosen = [policy.choose(number, request, 0.0) for number, request in enumerate(requests)]
+    assert chosen[:12] == chosen[12:]
+    assert set(chosen) == {0, 1, 2}
 
 
 def test_kv_keeps_documents_apart_where_turns_do_not():
