@@ -35,6 +35,7 @@ import xxhash
 from kvplug.errors import ConfigError, HashingError
 from kvplug.events import MAX_BLOCK_SIZE, Namespace, SequenceHash
 from kvplug.kernels import hashing as kernels
+from kvplug.setting import shown
 
 Tokens = npt.NDArray[np.uint32]
 Hashes = npt.NDArray[np.uint64]
@@ -67,6 +68,8 @@ def as_tokens(token_ids: TokensLike) -> Tokens:
             raise HashingError(f"{expected} in a row, got {token_ids.dtype}{token_ids.shape}")
         if token_ids.dtype == np.uint32:
             return np.ascontiguousarray(token_ids)
+        if token_ids.dtype == np.bool_:
+            raise HashingError(f"{expected}, got truth values")
         return as_tokens(token_ids.tolist())
     return _as_array(token_ids, "I", expected)
 
@@ -87,7 +90,8 @@ def as_hashes(sequence_hashes: HashesLike) -> Hashes:
 def _as_array(numbers: Sequence[int], typecode: str, expected: str) -> npt.NDArray[Any]:
     # An array checks type and range as it converts: four times as fast as NumPy does, and a list
     # goes in by fromlist in two thirds of the time of array(typecode, list).
-    if isinstance(numbers, str | bytes | bytearray):  # it would take raw memory
+    # It would take raw memory, or numbers in no order.
+    if isinstance(numbers, str | bytes | bytearray | set | frozenset | dict):
         raise HashingError(f"{expected}, got {type(numbers).__name__}")
     try:
         if isinstance(numbers, list):
@@ -125,7 +129,11 @@ def checked_ends(ends: Ends | Sequence[int], total: int, what: str = "tokens") -
 
 
 def seed_of(namespace: Namespace) -> int:
-    """The seed of block hashes in a namespace; 1337 without LoRA and salt."""
+    """The seed of block hashes in a namespace; 1337 without LoRA and salt. HashingError for what is
+    no Namespace of texts.
+    """
+    if not isinstance(namespace, Namespace):
+        raise HashingError(f"expected a Namespace, got {shown(namespace)}")
     seed = BASE_SEED
     if namespace.lora_name:
         seed += xxhash.xxh3_64_intdigest(utf8(namespace.lora_name), 0)
@@ -136,6 +144,8 @@ def seed_of(namespace: Namespace) -> int:
 
 def utf8(text: str) -> bytes:
     """The bytes that are hashed of a name or a salt; raises HashingError for half characters."""
+    if not isinstance(text, str):
+        raise HashingError(f"cannot hash {shown(text)}: expected a name or a salt, a str")
     try:
         return text.encode()
     except UnicodeEncodeError as error:

@@ -131,6 +131,8 @@ def shown(value: object) -> str:
 
 
 AT_LEAST_0: Final = Limits("a finite number of at least 0", lambda value: finite(value) >= 0)
+WEIGHT: Final = Limits("a number in [0, 1e9]", lambda value: 0 <= finite(value) <= 1e9)
+"""Of something in a cost, which stays finite so."""
 FINITE_ABOVE_0: Final = Limits("a finite number above 0", lambda value: finite(value) > 0)
 ABOVE_0: Final = Limits("above 0", lambda value: finite(value) > 0)
 SHARE: Final = Limits("a number in [0, 1]", lambda value: 0 <= finite(value) <= 1)

@@ -156,7 +156,9 @@ def _drop_to(cache: Forecast, rank: Index, capacity: Index) -> None:
     """Drop the oldest until the rank has no more blocks than that."""
     ahead: Index = np.int64(cache.ends[_end(rank, OLDEST)])
     num_ahead = 0
-    while cache.ends[_end(rank, NUM_BLOCKS)] > capacity:
+    while (
+        cache.ends[_end(rank, NUM_BLOCKS)] > capacity and cache.ends[_end(rank, OLDEST)] != NOBODY
+    ):
         while num_ahead < NUM_PREFETCHED and ahead != NOBODY:
             ahead = _prefetch_after(cache, ahead)
             num_ahead += 1

@@ -168,7 +168,10 @@ class Exchange:
                 self.request_id, token_ids, namespace=namespace, exclude=self._failed, **options
             )
         except UnknownRequestError:  # its worker was removed meanwhile, and its load with it
-            options["workers"] = {rank.worker for rank in self._router.ranks} - self._failed
+            allowed = options.get("workers")
+            if allowed is None:
+                allowed = {rank.worker for rank in self._router.ranks}
+            options["workers"] = frozenset(allowed) - self._failed
             decision = self._router.route(
                 token_ids, request_id=self.request_id, namespace=namespace, **options
             )

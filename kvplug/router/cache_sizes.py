@@ -17,8 +17,10 @@ from typing import Literal
 
 from kvplug.events import Rank
 from kvplug.index.apply_result import ApplyResult
+from kvplug.router.arguments import MAX_BLOCKS
 from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.load import ActiveLoad
+from kvplug.setting import finite
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +65,13 @@ class CacheSize:
 
     def say(self, num_blocks: float) -> bool:
         """The engine has room for so many; whether there is a problem that was not there before."""
+        num_blocks = finite(num_blocks)  # NaN for what is no number
         if num_blocks == self.said:
             return False
         if self.said is not None:
             self.learned = self.num_evicted = 0  # another engine, or the same one set otherwise
         self.said, self.problem = num_blocks, None
-        if not num_blocks > 0:
+        if not 0 < num_blocks <= MAX_BLOCKS:
             self.problem = f"a capacity of {num_blocks:g} blocks is none"
         return self.problem is not None
 

@@ -18,6 +18,7 @@ from kvplug.setting import (
     FINITE_ABOVE_0,
     SHARE,
     SWITCH,
+    WEIGHT,
     Limits,
     check_settings,
     count,
@@ -76,7 +77,7 @@ class RouterConfig:
         None,
         "use the cost in blocks, and weigh a block to prefill as this many blocks to decode. A "
         "higher weight favours the cache (TTFT), 0 is pure load balancing",
-        limits=AT_LEAST_0.or_none,
+        limits=WEIGHT.or_none,
         flag="--kv-overlap-score-weight",
     )
     host_credit: float | None = setting(
@@ -109,20 +110,20 @@ class RouterConfig:
         0.0,
         "how much less a block on the device is worth on a worker that has more queued prefill "
         "than others: `device_credit` is divided by 1 + this * queued prompts of this length",
-        limits=AT_LEAST_0,
+        limits=WEIGHT,
         flag="--device-credit-decay",
     )
     request_weight: float = setting(
         0.0,
         "what each request in flight on a worker adds to its cost, in blocks",
-        limits=AT_LEAST_0,
+        limits=WEIGHT,
         flag="--request-weight",
     )
     moe_boost: float = setting(
         1.0,
         "how many blocks a block that carries the expert label of a request's `moe_query` is worth "
         "in addition ([MoE](routing.md#moe-labels))",
-        limits=AT_LEAST_0,
+        limits=WEIGHT,
         flag="--moe-boost",
     )
     active_decode_blocks_threshold: float | None = setting(
@@ -155,7 +156,7 @@ class RouterConfig:
         0.0,
         "0 takes the worker with the lowest cost; above 0, one is drawn by softmax over the costs, "
         "rescaled to [0, 1]",
-        limits=AT_LEAST_0,
+        limits=WEIGHT,
         flag="--router-temperature",
     )
     speculative_ttl_s: float = setting(

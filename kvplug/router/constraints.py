@@ -41,9 +41,8 @@ _NONE_REQUIRED: Final[frozenset[str]] = frozenset()
 
 def checked_names(names: Collection[str], what: str) -> frozenset[str]:
     """A set of names; ConfigError for anything else, a single name included."""
-    if type(names) is frozenset:  # checked already, as by the standalone router for each request
-        return names
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_collection or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{what} must be a collection of names, got {shown(names)}")
     return frozenset(names)
 
@@ -82,9 +81,7 @@ class Constraints:
         if numbers is None:
             demand = _demand_of(options)
             numbers = self._find(demand)
-            if len(self._candidates) >= _MAX_REMEMBERED:
-                self._candidates.clear()
-            self._candidates[demand] = numbers
+            self._remember(demand, numbers)
             if options is NO_OPTIONS:
                 self._all = numbers
         return numbers if self._is_never_busy else self._without_busy(numbers)
@@ -100,8 +97,13 @@ class Constraints:
         if numbers is None:
             numbers = self._candidates.get(_demand_of(options))
             if numbers is not None:
-                self._candidates[said] = numbers
+                self._remember(said, numbers)
         return numbers
+
+    def _remember(self, said: tuple[object, ...], numbers: I64) -> None:
+        if len(self._candidates) >= _MAX_REMEMBERED:
+            self._candidates.clear()
+        self._candidates[said] = numbers
 
     def preference(self, taints: Mapping[str, float] | None) -> Adjustment | None:
         """Factors of the cost by preferred taints; None if a request prefers nobody.

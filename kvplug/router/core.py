@@ -15,6 +15,7 @@ from kvplug.errors import ConfigError
 from kvplug.events import MoeLabel, Namespace, Rank
 from kvplug.hashing import HashesLike, TokensLike, as_hashes, as_tokens, seed_of
 from kvplug.index.block_copies import BlockCopies
+from kvplug.router.arguments import checked_id, checked_rank
 from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decision
 from kvplug.router.followed_fleet import FollowedFleet
@@ -76,6 +77,8 @@ class Router(FollowedFleet):
 
     def _route(self, prompt: Prompt, request_id: str | None, given: RouteOptions) -> Decision:
         options = options_of(given) if given else NO_OPTIONS
+        if request_id is not None:
+            checked_id(request_id)
         with self._lock:
             if prompt.given is not None:
                 self.fleet_index.require_hashed(len(prompt.given), len(prompt))
@@ -181,6 +184,7 @@ class Router(FollowedFleet):
 
         False, and nothing done, if that was known, or the request is not in flight.
         """
+        checked_id(request_id)
         with self._lock:
             now_s = self._clock()
             request = self.load.first_token(request_id, now_s)
@@ -200,6 +204,7 @@ class Router(FollowedFleet):
             raise ConfigError(
                 f"decay_fraction must be {SHARE.expected}, or None, got {shown(decay_fraction)}"
             )
+        checked_id(request_id)
         with self._lock:
             return self.load.add_output_block(request_id, decay_fraction)
 
@@ -210,6 +215,7 @@ class Router(FollowedFleet):
         False, and nothing done, if it is not in flight; UnknownRankError for a rank that is not in
         the fleet. What follows of this request teaches no speeds.
         """
+        checked_id(request_id), checked_rank(rank)
         with self._lock:
             number, now_s = self.fleet_index.numbers.number_of(rank), self._now()
             is_in_flight = self._bookings.move(request_id, number, now_s)
@@ -232,6 +238,7 @@ class Router(FollowedFleet):
         teaches no speeds. Nothing is done by what raises UnknownRankError for a rank that is not
         in the fleet, or ConfigError for an id that is in flight and numbers that do not fit.
         """
+        checked_id(request_id), checked_rank(rank)
         attempt = f"adopt {request_id!r}"
         num_tokens = checked_num_tokens(num_tokens, "num_tokens", attempt)
         if prefill_tokens is not None:
@@ -250,6 +257,7 @@ class Router(FollowedFleet):
 
         False, and nothing done, if it is not in flight.
         """
+        checked_id(request_id)
         with self._lock:
             return self.load.renew(request_id, self._clock())
 
@@ -259,6 +267,7 @@ class Router(FollowedFleet):
         False, and nothing done, if it is not in flight: it was finished before, or expired.
         ConfigError, and nothing done, for a number of tokens below 0.
         """
+        checked_id(request_id)
         if num_tokens is not None:
             num_tokens = checked_num_tokens(num_tokens, "num_tokens", f"finish {request_id!r}")
         with self._lock:
@@ -314,6 +323,7 @@ class Router(FollowedFleet):
     def _migrate(
         self, request_id: str, prompt: Prompt, exclude: Collection[str], given: RouteOptions
     ) -> Migration:
+        checked_id(request_id)
         options, excluded = options_of(given), checked_names(exclude, "exclude")
         with self._lock:
             if prompt.given is not None:

@@ -118,6 +118,7 @@ class Decider:
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
         self._constraints.clear()
+        self._wanted = None  # factors of the former ranks
         self._rendezvous.fleet_changed(self._fleet_index.numbers.ranks)
         groups = self._fleet_index.groups
         self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in groups}
@@ -269,15 +270,17 @@ class Decider:
         self, prompts: list[Tokens], seed: int, options: RequestOptions, now_s: float
     ) -> list[Decision]:
         """As `decide` for each, with ids of ours; nothing is decided if one cannot be."""
+        if not prompts:
+            self.plan(Prompt(NO_TOKENS, seed), options, now_s)  # which refuses what it would
+            return []
         given = [Prompt(tokens, seed) for tokens in prompts]
         has_query = options.override is not None and options.override.moe_query is not None
         num_plans = len(given) if has_query else 1
-        first = [*given, Prompt(NO_TOKENS, seed)][:num_plans]
-        plans = [self.plan(prompt, options, now_s) for prompt in first]
+        plans = [self.plan(prompt, options, now_s) for prompt in given[:num_plans]]
         plans += [plans[0]] * (len(given) - num_plans)
         groups = self._fleet_index.groups_with(plans[0].candidates)
-        can_be_at_once = self._config.mode == "kv" and len(groups) == 1 and not has_query
-        if can_be_at_once and not groups[0].index.bigrams:
+        is_alike = self._config.mode == "kv" and len(groups) == 1 and not has_query
+        if is_alike and not groups[0].index.bigrams and not options.num_ranked:
             candidates, self._wanted = plans[0]
             return self._decide_at_once(prompts, seed, candidates, groups[0], now_s, options)
         return [
@@ -298,6 +301,7 @@ class Decider:
         rank = self._fleet_index.numbers.rank(request.rank_number)
         # Of an answer that came as a whole, nobody knows when its first token was there.
         began_s = request.routed_s if request.first_token_s is None else request.first_token_s
+        self._wanted = None
         arrays = self._arrays_of(self._fleet_index.group_of(rank))
         arrays.note_answer(num_tokens, 1e3 * (now_s - began_s))
 

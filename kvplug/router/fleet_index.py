@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError
-from kvplug.events import BlockStored, EventBatch, Rank
+from kvplug.events import MAX_DP_SIZE, BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
 from kvplug.index import snapshot
 from kvplug.index.apply_result import ApplyResult
@@ -151,8 +151,11 @@ class FleetIndex:
 
     def add_worker(self, worker: str, dp_size: int, model: str, block_size: int | None) -> None:
         """Add a worker, or say more about it; "" and None leave what was known."""
-        if dp_size < 1:
-            raise ConfigError(f"worker {worker!r}: dp_size must be at least 1, got {dp_size}")
+        if not 1 <= whole(dp_size) <= MAX_DP_SIZE:
+            expected = f"dp_size must be a whole number in [1, {MAX_DP_SIZE}]"
+            raise ConfigError(f"worker {worker!r}: {expected}, got {shown(dp_size)}")
+        if not isinstance(model, str):
+            raise ConfigError(f"worker {worker!r}: model must be a name, got {shown(model)}")
         if block_size is not None and not whole(block_size) >= 1:
             raise ConfigError(
                 f"worker {worker!r}: block_size must be at least 1, got {shown(block_size)}"

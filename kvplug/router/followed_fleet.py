@@ -24,6 +24,7 @@ from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
+from kvplug.router.arguments import checked_batch, checked_rank, checked_worker
 from kvplug.router.bookings import Bookings
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
@@ -139,6 +140,7 @@ class FollowedFleet:
         the first blocks that it stores. Called again, it adds to what is known of the worker;
         `taints` replace those that it had.
         """
+        checked_worker(worker)
         checked = None if taints is None else checked_names(taints, "taints")
         with self._lock.low_priority:  # not within a run of events: a worker may change its index
             self.fleet_index.add_worker(worker, dp_size, model, block_size)
@@ -147,7 +149,8 @@ class FollowedFleet:
             self._fleet_changed()
 
     def remove_worker(self, worker: str) -> None:
-        """Forget the worker, its blocks and its load."""
+        """Forget the worker, its blocks and its load; nothing is done for one that is not there."""
+        checked_worker(worker)
         with self._lock.low_priority:
             for number, rank in enumerate(self.fleet_index.numbers.ranks):
                 if rank is not None and rank.worker == worker:
@@ -164,8 +167,8 @@ class FollowedFleet:
         A batch that names a data-parallel rank is of that rank of the worker. ConfigError in the
         approximate mode.
         """
-        self.require_events(rank)
-        rank = rank.named_by(batch.dp_rank)
+        self.require_events(checked_rank(rank))
+        rank = rank.named_by(checked_batch(batch).dp_rank)
         arrival, applied = Arrival(rank, batch.ts, self._clock()), ApplyResult()
         run_of = partial(run_of_events, batch.events)
         apply_slice = partial(self._apply_events, rank, batch, applied)
@@ -178,7 +181,7 @@ class FollowedFleet:
         Blocks are taken to have the size of the rank's index. DecodeError, and nothing done, for a
         payload that is none.
         """
-        self.require_events(rank)
+        self.require_events(checked_rank(rank))
         with self._lock.low_priority:
             before = self.cache_sizes.num_resident(rank)
             applied = self.fleet_index.apply_packed(rank, payload)
@@ -262,7 +265,7 @@ class FollowedFleet:
                     self.cache_sizes.note_forgotten(rank)
         return num_forgotten
 
-    def save_index(self, path: Path) -> None:
+    def save_index(self, path: str | Path) -> None:
         """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
         events wait.
 
@@ -272,9 +275,9 @@ class FollowedFleet:
         with self._lock.low_priority as turn:
             snapshot = Snapshot(self.index)
             with turn.released():
-                snapshot.write(path)
+                snapshot.write(Path(path))
 
-    def load_index(self, path: Path) -> list[str]:
+    def load_index(self, path: str | Path) -> list[str]:
         """Begin with the blocks of a file that `save_index` wrote; returns the workers in it that
         are not in the fleet, whose blocks are left out: add workers first.
 
@@ -287,7 +290,7 @@ class FollowedFleet:
             raise ConfigError(
                 "cannot load an index: expected a router that goes by events, this one does not"
             )
-        index = self.fleet_index.restore(path)
+        index = self.fleet_index.restore(Path(path))
         with self._lock.low_priority:
             left_out = self.fleet_index.take_over(index)
             self._fleet_changed()

@@ -115,8 +115,7 @@ class GroupArrays:
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         self._settings = _settings_of(self._config, self._group)
         self._factors, self._bonus = np.ones(num_ranks), np.zeros(num_ranks)
-        if self._adjustment is not None:  # an array grew on behalf of a request
-            self._write_adjustment(self._adjustment)
+        self._adjustment = None  # that of the request at hand is written again before each call
         self._held = prefix_query.new_rows()
         return Bundle(
             self._settings, prefix_query.bundle, self._held,

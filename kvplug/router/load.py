@@ -329,9 +329,9 @@ class ActiveLoad:
     ) -> None:
         """The rank's engine reports its load: what exceeds the router's own counts beside it."""
         self.reserve(number + 1)
-        before, row = self._others.pop(number, NO_OTHERS), self.ranks[number]
-        own = self._own(number, before)
+        row, own = self.ranks[number], self._own(number, self.others(number))
         others = others_of(reported, own, float(row[costing.TOKEN_MS]), block_size)
+        self._others.pop(number, None)
         for column, name in _OTHERS_COLUMNS:
             row[column] = getattr(own, name) + getattr(others, name)
         if others != NO_OTHERS:

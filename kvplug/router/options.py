@@ -13,7 +13,7 @@ import msgspec
 
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_DP_SIZE, MoeLabel
-from kvplug.setting import Limits, finite, shown, whole
+from kvplug.setting import WEIGHT, Limits, finite, shown, whole
 
 MAX_TOKENS: Final = 10_000_000
 """Of a prompt or an answer: far more than any engine takes, and what the fitted models can bear."""
@@ -91,6 +91,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 NO_OPTIONS: Final = RequestOptions()
+_OPTIONS: Final = frozenset(RouteOptions.__annotations__)
 
 
 def checked_num_tokens(
@@ -110,7 +111,6 @@ _DP_RANK = Limits(
     f"a whole number in [0, {MAX_DP_SIZE - 1}]", lambda value: 0 <= whole(value) < MAX_DP_SIZE
 )
 _SWITCH = Limits("True or False", lambda value: isinstance(value, bool))
-_WEIGHT = Limits("a finite number of at least 0", lambda value: finite(value) >= 0)
 _COUNT = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
 
 
@@ -118,6 +118,9 @@ def options_of(given: RouteOptions) -> RequestOptions:
     """Checked but for what decider and constraints check, as that needs the fleet."""
     if not given:
         return NO_OPTIONS
+    if unknown := given.keys() - _OPTIONS:
+        known = ", ".join(sorted(_OPTIONS))
+        raise TypeError(f"there is no option {sorted(unknown)[0]!r}; options are {known}")
     options = RequestOptions(**given)
     for name in ("model", "worker", "session"):
         if type(getattr(options, name)) is not str:
@@ -137,7 +140,7 @@ def _check_override(override: object) -> None:
         raise ConfigError(f"override must be a RouterConfigOverride, got {shown(override)}")
     for name in ("overlap_score_weight", "router_temperature"):
         if getattr(override, name) is not None:
-            _require(_WEIGHT, **{name: getattr(override, name)})
+            _require(WEIGHT, **{name: getattr(override, name)})
     query = override.moe_query
     if query is None:
         return

@@ -22,6 +22,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 
+_LEAST_TEMPERATURE = 1e-9  # where the best candidate is all but certain
 _27, _30, _31 = (np.uint64(n) for n in (27, 30, 31))
 # splitmix64 (Steele, Lea, Flood 2014)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -45,7 +46,7 @@ def pick_softmax(candidates: I64, costs: F64, temperature: float, random_: rando
     span = costs.max() - costs.min()
     scaled = (costs - costs.min()) / span if span > 0 else np.zeros_like(costs)
     # Rescaled costs start at 0, so the best weight is 1: nothing overflows at low temperatures.
-    weights = np.exp(-scaled / temperature)
+    weights = np.exp(-scaled / max(temperature, _LEAST_TEMPERATURE))
     return int(random_.choices(candidates.tolist(), weights.tolist())[0])
 
 

@@ -43,6 +43,8 @@ def potential_loads(
         shared: I64 = np.empty(len(numbers.ranks), dtype=np.int64)
         active_blocks.fill_shared(load.active.slots, hashes, shared)
         for number in group.numbers.tolist():
+            if numbers.ranks[number] is None:  # it has left
+                continue
             row = load.ranks[number]
             found[number] = PotentialLoad(
                 rank=numbers.rank(number),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from kvplug.errors import ConfigError
+from kvplug.router.arguments import MAX_BLOCKS
 from kvplug.setting import shown, whole
 
 
@@ -33,10 +34,10 @@ class ReportedLoad(msgspec.Struct, frozen=True, kw_only=True):
         """ConfigError for what is no count."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not whole(value) >= 0:
+            if value is not None and not 0 <= whole(value) <= MAX_BLOCKS:
                 raise ConfigError(
-                    f"cannot set the reported load: expected {name} to be a whole number of "
-                    f"at least 0, or None, got {shown(value)}"
+                    f"cannot set the reported load: expected {name} to be a whole number in "
+                    f"[0, {MAX_BLOCKS}], or None, got {shown(value)}"
                 )
 
 

@@ -450,7 +450,7 @@ async def test_an_override_is_of_this_request_and_its_migrations(query):
         ({"sampling_options": {"temperature": "hot"}}, ConfigError, "sampling_options"),
         ({"sampling_options": {"n": 2}}, ConfigError, "got 'n'"),
         ({"router_config_override": {"weight": 2}}, ConfigError, "router_config_override"),
-        ({"router_config_override": {"overlap_score_weight": -1}}, ConfigError, "at least 0"),
+        ({"router_config_override": {"overlap_score_weight": -1}}, ConfigError, "1e9"),
         ({"max_tokens": 5}, TypeError, "max_tokens"),
     ],
 )
@@ -509,4 +509,16 @@ async def test_many_streams_at_once():
 
     answers = await asyncio.gather(*map(one, prompts))
     assert answers == [answer_of(prompt.tolist(), 9) for prompt in prompts]
+    fleet.assert_idle()
+
+
+async def test_workers_that_are_allowed_stay_so_when_the_worker_has_left():
+    fleet = Fleet(breaks={"a": 2})
+    stream = await fleet.stream(10, worker_id="a", workers=["a"])
+    tokens = (await anext(stream))["token_ids"]
+    fleet.router.remove_worker("a")
+    tokens += (await anext(stream))["token_ids"]
+    with pytest.raises(WorkerLostError):
+        await anext(stream)
+    assert tokens == answer_of(PROMPT, 2)
     fleet.assert_idle()

@@ -159,9 +159,9 @@ def test_nothing_of_many_is_routed_if_one_has_no_aligned_block():
         ({"override": {"overlap_score_weight": 1}},
          "override must be a RouterConfigOverride, got {'overlap_score_weight': 1}"),
         ({"override": RouterConfigOverride(overlap_score_weight=-1.0)},
-         "overlap_score_weight must be a finite number of at least 0, got -1.0"),
+         "overlap_score_weight must be a number in [0, 1e9], got -1.0"),
         ({"override": RouterConfigOverride(router_temperature=math.inf)},
-         "router_temperature must be a finite number of at least 0, got inf"),
+         "router_temperature must be a number in [0, 1e9], got inf"),
         ({"override": RouterConfigOverride(moe_query=MoeQuery(layer=1, expert=-2))},
          "expert must be a whole number of at least 0, got -2"),
     ],
@@ -177,3 +177,17 @@ def test_options_that_make_no_sense_get_one_sentence_and_lose_nothing(options, s
 def test_an_option_that_there_is_not_is_refused_by_name():
     with pytest.raises(TypeError, match="only_workers"):
         make_router().route(PROMPT, only_workers=["a"])
+
+
+@pytest.mark.parametrize("option", ["workers", "required_taints"])
+@pytest.mark.parametrize("names", [(name for name in "a"), frozenset({1, "a"}), 5, b"a"])
+def test_names_that_cannot_be_looked_at_twice_are_refused(option, names):
+    with pytest.raises(ConfigError, match=f"{option} must be a collection of names"):
+        make_router().route(PROMPT, **{option: names})
+
+
+def test_only_so_many_demands_are_remembered():
+    router = make_router()
+    for number in range(600):
+        router.finish(router.route(PROMPT, workers=("a", "b", str(number))).request_id)
+    assert len(router._decider._constraints._candidates) <= 256

@@ -159,3 +159,40 @@ def test_labels_of_blocks_in_a_pool_count_for_those_that_read_it(cost):
     other = MoeQuery(layer=3, expert=8, fallback_to_unlabeled=False)
     with pytest.raises(NoWorkerError):
         router.route(PROMPT, override=RouterConfigOverride(moe_query=other))
+
+
+def test_a_fleet_that_grows_or_shrinks_keeps_nothing_of_a_preference():
+    router = make_router("a", "b")
+    preferred = {"preferred_taints": {"x": 1.0}}
+    decision = router.route(PROMPT, **preferred)
+    for change in (lambda: router.add_worker("c"), lambda: router.remove_worker("b")):
+        change()
+        assert router.finish(decision.request_id, 10) in (True, False)
+        decision = router.route(PROMPT)
+        assert len(router.get_potential_loads(PROMPT)) == len(router.ranks)
+        router.finish(decision.request_id)
+        decision = router.route(PROMPT, **preferred)
+
+
+def test_an_adjusted_request_may_need_larger_arrays():
+    router = make_router("a", "b")
+    router.add_worker("c", taints=["x"])
+    long = np.arange(40_000, dtype=np.uint32)
+    assert router.route(long, preferred_taints={"x": 5.0}).rank == Rank("c")
+    costs = {router.route([7] * 8, workers=[worker]).cost for worker in "ab"}
+    assert len(costs) == 1
+
+
+def test_many_have_what_one_has():
+    router = make_router("a", "b")
+    assert router.route_many([], override=RouterConfigOverride(moe_query=QUERY)) == []
+    [decision] = router.route_many([PROMPT], num_ranked=2)
+    assert len(decision.ranked) == 2
+
+
+def test_heavy_weights_leave_costs_finite():
+    router = make_router("a", block_size=None)
+    router.add_worker("b", block_size=8)
+    store(router, "a", PROMPT)
+    override = RouterConfigOverride(overlap_score_weight=1e9, router_temperature=1e-320)
+    assert np.isfinite(router.route(PROMPT, override=override).cost)
