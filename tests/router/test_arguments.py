@@ -100,7 +100,7 @@ def test_workers_are_a_collection_of_names(router, workers):
 
 
 def test_an_option_that_there_is_not_is_named_with_those_that_there_are(router):
-    with pytest.raises(TypeError, match="there is no option 'only_worker'; options are dp_rank, max_"):
+    with pytest.raises(TypeError, match="no option 'only_worker'; options are dp_rank, max_"):
         router.peek(PROMPT, only_worker="a")
 
 
