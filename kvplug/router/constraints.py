@@ -166,6 +166,8 @@ class Constraints:
         self, ranks: dict[int, Rank], may: Callable[[Rank], bool], constraint: str, text: str
     ) -> dict[int, Rank]:
         left = {number: rank for number, rank in ranks.items() if may(rank)}
+        if not left and 0 < len(ranks) < len(self._ranks):  # others before it have left few
+            text += f" among {', '.join(map(str, ranks.values()))}"
         self.require_left(np.array(list(left), dtype=np.int64), constraint, text)
         return left
 

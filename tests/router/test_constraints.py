@@ -91,7 +91,11 @@ MOE = RouterConfigOverride(moe_query=MoeQuery(layer=1, expert=2, fallback_to_unl
         ({"worker": "x"}, "worker", "expected worker 'x'"),
         ({"worker": "a", "dp_rank": 2}, "dp_rank", "expected data-parallel rank 2"),
         ({"required_taints": ["h200"]}, "required_taints", "with the taints ['h200']"),
-        ({"workers": ["c"], "required_taints": ["h100"]}, "required_taints", "['h100']"),
+        (
+            {"workers": ["c"], "required_taints": ["h100"]},
+            "required_taints",
+            "['h100'] among c, c#1",
+        ),
         ({"override": MOE}, "moe_query", "labelled MoeLabel(layer=1, expert=2, group=0)"),
     ],
 )
