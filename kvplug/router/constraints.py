@@ -58,13 +58,16 @@ class _Demand(NamedTuple):
 
 
 class Constraints:
-    """candidates, preference; call `clear` when the fleet has changed. Not thread-safe."""
+    """candidates, preference; call `clear` when the fleet has changed. Not thread-safe.
+
+    is_never_busy: whether no threshold is set, so that candidates depend on the fleet alone.
+    """
 
     def __init__(self, config: RouterConfig, fleet_index: FleetIndex, load: ActiveLoad) -> None:
         self._fleet_index, self._load = fleet_index, load
         most = (config.active_prefill_tokens_threshold, config.active_decode_blocks_threshold)
         self._most_tokens, self._most_share = (np.inf if each is None else each for each in most)
-        self._is_never_busy = most == (None, None)
+        self.is_never_busy = most == (None, None)
         self._all: I64 | None = None  # of a request that demands nothing: most do
         self._candidates: dict[tuple[object, ...], I64] = {}
         self._preferences: dict[tuple[object, ...], Adjustment] = {}
@@ -84,7 +87,7 @@ class Constraints:
             self._remember(demand, numbers)
             if options is NO_OPTIONS:
                 self._all = numbers
-        return numbers if self._is_never_busy else self._without_busy(numbers)
+        return numbers if self.is_never_busy else self._without_busy(numbers)
 
     def _known(self, options: RequestOptions) -> I64 | None:
         """What an equal demand came to before."""

@@ -107,6 +107,7 @@ class Decider:
         self._config, self._fleet_index, self._load = config, fleet_index, load
         self._random = random_ or random.Random()
         self._wanted: Adjustment | None = None  # by the request at hand
+        self._usual_plan: Plan | None = None  # of requests that say nothing of themselves
         self._constraints = Constraints(config, fleet_index, load)
         self._round_robin, self._rendezvous = RoundRobin(), RendezvousHash()
         self._arrays: dict[IndexGroup, GroupArrays] = {}
@@ -118,6 +119,7 @@ class Decider:
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
         self._constraints.clear()
+        self._usual_plan = None
         self._wanted = None  # factors of the former ranks
         self._rendezvous.fleet_changed(self._fleet_index.numbers.ranks)
         groups = self._fleet_index.groups
@@ -126,8 +128,12 @@ class Decider:
 
     def plan(self, prompt: Prompt, options: RequestOptions, now_s: float) -> Plan:
         """Who may take a request; NoWorkerError names the constraint that leaves nobody."""
+        if options is NO_OPTIONS and self._usual_plan is not None:
+            return self._usual_plan
         candidates = self._constraints.candidates(options)
         if options is NO_OPTIONS:
+            if self._constraints.is_never_busy:
+                self._usual_plan = Plan(candidates)
             return Plan(candidates)
         override = options.override
         preference = self._constraints.preference(options.preferred_taints)
@@ -443,7 +449,8 @@ class Decider:
         if arrays is None:
             arrays = self._arrays[group] = GroupArrays(self._config, group, self._load)
         arrays.refresh(len(self._fleet_index.numbers.ranks))
-        arrays.adjust(self._wanted)
+        if arrays.adjustment is not self._wanted:
+            arrays.adjust(self._wanted)
         return arrays
 
     def _new_id(self) -> str:

@@ -37,7 +37,8 @@ class Adjustment(NamedTuple):
 class GroupArrays:
     """bundle: as kernels/scoring.py has it; costs, own_ms: of the last request, by rank.
 
-    `traffic`: what requests to this index are like (kernels/costing.py).
+    `traffic`: what requests to this index are like (kernels/costing.py); `adjustment`: what costs
+    are now, None: as configured.
     """
 
     def __init__(self, config: RouterConfig, group: IndexGroup, load: ActiveLoad) -> None:
@@ -46,7 +47,7 @@ class GroupArrays:
         self.traffic[costing.GAP_MS] = costing.FIRST_GAP_MS
         self._prefix_query: object = None
         self._seen_version = -1
-        self._adjustment: Adjustment | None = None
+        self.adjustment: Adjustment | None = None
 
     def refresh(self, num_ranks: int) -> None:
         """Take notice of arrays that are others now; there are so many ranks in the fleet."""
@@ -76,14 +77,12 @@ class GroupArrays:
 
     def adjust(self, wanted: Adjustment | None) -> None:
         """Costs are as a request wants them from now on; None: as configured."""
-        if wanted is self._adjustment:  # as of most requests before
-            return
         settings, config = self._settings, self._config
         settings[scoring.COST_IN_MS] = config.is_cost_in_ms
         settings[scoring.OVERLAP_WEIGHT] = config.weight
         settings[scoring.TEMPERATURE] = config.temperature
         settings[scoring.IS_ADJUSTED] = 0.0
-        self._adjustment = wanted
+        self.adjustment = wanted
         if wanted is not None:
             self._write_adjustment(wanted)
 
@@ -115,7 +114,7 @@ class GroupArrays:
         waits, found = np.zeros(num_ranks), np.zeros(3 * num_ranks)
         self._settings = _settings_of(self._config, self._group)
         self._factors, self._bonus = np.ones(num_ranks), np.zeros(num_ranks)
-        self._adjustment = None  # that of the request at hand is written again before each call
+        self.adjustment = None  # that of the request at hand is written again before each call
         self._held = prefix_query.new_rows()
         return Bundle(
             self._settings, prefix_query.bundle, self._held,
