@@ -30,9 +30,10 @@ def unknown_rank(rank: object, known: Sequence[Rank | None]) -> UnknownRankError
     """The error for a rank that is none of these, which names the first of them."""
     names = [str(each) for each in known if each is not None]
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    name = str(rank) if isinstance(rank, Rank) else shown(rank)
+    if not isinstance(rank, Rank):
+        return UnknownRankError(f"cannot find a rank: expected a Rank, got {shown(rank)}")
     return UnknownRankError(
-        f"cannot find rank {name}: expected one that was added, "
+        f"cannot find rank {rank}: expected one that was added, "
         f"known: {', '.join(names[:_NUM_NAMED]) or 'none'}{more}"
     )
 

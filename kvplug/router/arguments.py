@@ -41,8 +41,14 @@ def checked_id(request_id: str) -> str:
     return _checked(request_id, str, "a request id", is_right=request_id != "")
 
 
+def checked_instance(value: _T, type_: type, what: str) -> _T:
+    """An object of that type."""
+    return _checked(value, type_, what, is_right=True)
+
+
 def _checked(value: _T, type_: type, what: str, *, is_right: bool) -> _T:
     if isinstance(value, type_) and is_right:
         return value
-    some = "a str that is not empty" if type_ is str else f"a sound {type_.__name__}"
+    article = "an" if type_.__name__[0] in "AEIOU" else "a"
+    some = "a str that is not empty" if type_ is str else f"{article} {type_.__name__}"
     raise ConfigError(f"expected {what} to be {some}, got {shown(value)}")

@@ -307,7 +307,6 @@ class Decider:
         rank = self._fleet_index.numbers.rank(request.rank_number)
         # Of an answer that came as a whole, nobody knows when its first token was there.
         began_s = request.routed_s if request.first_token_s is None else request.first_token_s
-        self._wanted = None
         arrays = self._arrays_of(self._fleet_index.group_of(rank))
         arrays.note_answer(num_tokens, 1e3 * (now_s - began_s))
 

@@ -24,7 +24,12 @@ from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
-from kvplug.router.arguments import checked_batch, checked_rank, checked_worker
+from kvplug.router.arguments import (
+    checked_batch,
+    checked_instance,
+    checked_rank,
+    checked_worker,
+)
 from kvplug.router.bookings import Bookings
 from kvplug.router.cache_sizes import CacheSize, CacheSizes
 from kvplug.router.config import RouterConfig
@@ -67,7 +72,9 @@ class FollowedFleet:
         clock: Callable[[], float] = time.monotonic,
         random_: random.Random | None = None,
     ) -> None:
-        self.config = config or RouterConfig()
+        self.config = RouterConfig()
+        if config is not None:
+            self.config = checked_instance(config, RouterConfig, "the configuration")
         self._lock = QueryFirstLock()
         self.fleet_index = FleetIndex(
             self._block_size(),
@@ -114,6 +121,7 @@ class FollowedFleet:
 
     def set_observer(self, observer: RouterObserver) -> None:
         """Tell it of decisions and applied events from now on, instead of the one before."""
+        checked_instance(observer, RouterObserver, "an observer")
         with self._lock.low_priority:
             self._observer = observer
             self._decider.on_decision = observer.on_decision
@@ -240,6 +248,7 @@ class FollowedFleet:
 
     def clear(self, rank: Rank) -> int:
         """The rank holds nothing (it restarted, or its events are lost); returns what it had."""
+        checked_rank(rank)
         with self._lock.low_priority as turn:
             if rank not in self.fleet_index.numbers:
                 return 0
@@ -341,6 +350,7 @@ class FollowedFleet:
 
     def set_engine_model(self, rank: Rank, model: EngineModel) -> None:
         """The rank's engine is so fast; nothing is learnt of it from now on."""
+        checked_instance(model, EngineModel, "the model of an engine")
         with self._lock:
             self._speeds.give(self.fleet_index.numbers.number_of(rank), model)
 

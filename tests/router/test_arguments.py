@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvplug import Namespace, Rank, Router, RouterConfig
-from kvplug.errors import ConfigError, HashingError
+from kvplug.errors import ConfigError, HashingError, UnknownRankError
 
 PROMPT = list(range(64))
 A = Rank("a")
@@ -61,7 +61,7 @@ def test_a_worker_that_cannot_be_is_not_added(router, settings, sentence):
 
 @pytest.mark.parametrize(("rank", "batch"), [("a", None), (Rank(5), None), (A, []), (A, None)])
 def test_events_are_of_a_rank_and_in_a_batch(router, rank, batch):
-    with pytest.raises(ConfigError, match=r"expected (a rank|events) to be a sound"):
+    with pytest.raises(ConfigError, match=r"expected (a rank|events) to be an? "):
         router.apply(rank, batch)
 
 
@@ -107,3 +107,21 @@ def test_an_option_that_there_is_not_is_named_with_those_that_there_are(router):
 def test_an_index_is_saved_and_loaded_under_a_name(router, tmp_path):
     router.save_index(str(tmp_path / "index"))
     router.load_index(str(tmp_path / "index"))
+
+
+def test_objects_of_another_kind_are_refused_before_anything_changes(router):
+    for call, what in [
+        (lambda: Router(16), "the configuration to be a RouterConfig, got 16"),
+        (lambda: Router({"mode": "kv"}), "the configuration to be a RouterConfig"),
+        (lambda: router.set_observer(5), "an observer to be a RouterObserver, got 5"),
+        (lambda: router.set_engine_model(A, {}), "the model of an engine to be an EngineModel"),
+        (lambda: router.clear("a"), "a rank to be a Rank, got 'a'"),
+    ]:
+        with pytest.raises(ConfigError, match=f"expected {what}"):
+            call()
+    assert router.finish(router.route(PROMPT).request_id)
+
+
+def test_a_name_is_no_rank(router):
+    with pytest.raises(UnknownRankError, match="expected a Rank, got 'a'"):
+        router.cache_size("a")
