@@ -18,7 +18,7 @@ from kvplug.kernels.wire import CLEARED, REMOVED, STORED
 Bytes = npt.NDArray[np.uint8]
 Index = int | np.int64
 
-VERSION = 1  # kvplug/packed.py
+VERSION = 2  # kvplug/packed.py
 _0 = np.uint64(0)
 _NIL = 0xC0
 
