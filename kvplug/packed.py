@@ -136,8 +136,14 @@ def encode(events: Iterable[PackedEvent]) -> bytes:
 
 
 def num_events(payload: bytes) -> int:
-    """How many events a payload has; DecodeError for what is no payload of ours."""
-    return len(_items_of(payload)) - 1
+    """How many events a payload has, sound or not; DecodeError for what is no payload of ours."""
+    return len(_items_of(payload, list[msgspec.Raw])) - 1
+
+
+def kinds_of(payload: bytes) -> list[int]:
+    """The kind of each event, -1 for what is none; DecodeError for what is no payload of ours."""
+    # The first byte of an event says how many parts it has, the second one what it is.
+    return [_kind_of(bytes(event)) for event in _items_of(payload, list[msgspec.Raw])[1:]]
 
 
 def decode(payload: bytes) -> list[PackedEvent]:
@@ -171,16 +177,23 @@ def as_array(event: PackedEvent) -> list[object]:
             return [ADAPTER, seed, lora_name]
 
 
-def _items_of(payload: bytes) -> list[Any]:
+def _kind_of(event: bytes) -> int:
+    return event[1] if len(event) > 1 and 0x92 <= event[0] <= 0x97 else -1
+
+
+def _items_of(payload: bytes, kind: Any = Any) -> list[Any]:  # noqa: ANN401 - a type
     try:
-        items = msgspec.msgpack.decode(payload)
+        items = msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, TypeError, BufferError, RecursionError) as error:
         raise DecodeError(f"cannot read packed events: {error}") from error
     if not isinstance(items, list) or not items:
         raise DecodeError(f"cannot read packed events: expected an array, got {items!r:.40}")
-    if items[0] != VERSION:
+    version = items[0]
+    if isinstance(version, msgspec.Raw):
+        version = msgspec.msgpack.decode(version)
+    if version != VERSION:
         raise DecodeError(
-            f"cannot read packed events: expected version {VERSION}, got {items[0]!r:.40}"
+            f"cannot read packed events: expected version {VERSION}, got {version!r:.40}"
         )
     return items
 

@@ -29,9 +29,11 @@ from kvplug.events import MAMBA, PARTIAL_ATTENTION, BlockCopied, BlockStored, Ti
 from kvplug.index.block_store import BlockStore
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.kernels import cache_groups as kernels
+from kvplug.packed import PackedStored
 
 I64 = npt.NDArray[np.int64]
 
+Stored = BlockStored | BlockCopied | PackedStored
 _ALL = 2**40  # more blocks than a prefix has
 
 
@@ -92,7 +94,7 @@ class CacheGroups:
         """The ranks that are here, by number."""
         return self._of_rank.items()
 
-    def holder_to_store(self, rank_number: int, event: BlockStored | BlockCopied) -> int | None:
+    def holder_to_store(self, rank_number: int, event: Stored) -> int | None:
         """The holder of the blocks that an event brings; None: in a tier that is not followed.
 
         That is host memory and disk for all groups but the main one.

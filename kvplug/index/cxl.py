@@ -11,7 +11,9 @@ In:  stored events with CXL metadata, and transitions.   Out: the block store an
 
 A transition moves: into a pool means off the device, however often it was stored there. A stored
 event adds, and takes nothing: a block that is in a pool stays there when it is stored on the
-device besides. Pool and workers that an event leaves out are the block's last ones on this rank.
+device besides. Pool and workers that an event leaves out are the block's last ones on this rank; if
+no event has named workers, those can read the pool that say so themselves
+(HolderNumbers.set_pools_read_by).
 Copies in host memory and on disk have nothing to do with it.
 
 A copy in a pool is a holder's, so the kernels that store, remove and match blocks need not know of
@@ -28,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.events import BlockStored, CxlMetadata, CxlState, CxlStateTransition, Rank, Tier
+from kvplug.events import BlockCopied, CxlMetadata, CxlState, CxlStateTransition, Rank, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.block_annotation import (
     AnnotationState,
@@ -86,11 +88,11 @@ class CxlBlocks(BlockAnnotation):
 
     def concerns(self, event: Stored) -> bool:
         """Those with CXL metadata."""
-        return isinstance(event, BlockStored) and event.cxl is not None
+        return not isinstance(event, BlockCopied) and event.cxl is not None
 
     def on_stored(self, blocks: EventBlocks, event: Stored, applied: ApplyResult) -> None:
         """Add what the metadata of the event says, and no copy beside one that is in a pool."""
-        assert isinstance(event, BlockStored)
+        assert not isinstance(event, BlockCopied)
         assert event.cxl is not None
         said = event.cxl
         is_pooled, num_noted = said.state is CxlState.CXL_POOLED, 0
@@ -248,10 +250,15 @@ class CxlBlocks(BlockAnnotation):
         if any(self._block_store.num_held(h) != number for h, number in num_pooled.items()):
             raise IndexCorruptError("cxl: a copy in a pool of a block that is not pooled")
 
+    def _readers_of(self, placement: Placement) -> tuple[str, ...]:
+        if placement.workers is None and placement.pool_id is not None:
+            return self._numbers.workers_that_read(placement.pool_id)
+        return placement.workers or ()
+
     def _check_pools(self) -> None:
         """Each pool of a rank is behind one placement, as only this annotation makes pools."""
         expected = {
-            holder: (placement.rank_number, placement.workers or ())
+            holder: (placement.rank_number, self._readers_of(placement))
             for placement, holder in filter(None, self.placements.state())
             if holder is not None
         }

@@ -59,7 +59,9 @@ def placement_of(entries: U64) -> I64:
 
 
 class Placement(NamedTuple):
-    """Where a block of a rank is or was in a pool; None is what no event has said."""
+    """Where a block of a rank is or was in a pool; None is what no event has said. Of workers that
+    are not said, those can read it that say that they can read the pool.
+    """
 
     rank_number: int
     pool_id: int | None = None
@@ -115,6 +117,8 @@ class Placements:
                 self._number_of.setdefault(each[0].rank_number, {})[each[0]] = number
                 if each[1] is not None:
                     self._holder_of[number] = each[1]
+                    if each[0].workers is None and each[0].pool_id is not None:
+                        self._numbers.follow_pool(each[1], each[0].pool_id)
 
     @property
     def numbers(self) -> list[int]:
@@ -150,8 +154,9 @@ class Placements:
         """The holder of the copies there; given on first use."""
         holder = self._holder_of.get(number)
         if holder is None:
-            rank_number, _, workers = self.placement(number)
-            holder = self._holder_of[number] = self._numbers.add_pool(rank_number, workers or ())
+            rank_number, pool_id, workers = self.placement(number)
+            holder = self._numbers.add_pool(rank_number, workers, pool_id)
+            self._holder_of[number] = holder
         return holder
 
     def free(self, numbers: list[int]) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug import packed
-from kvplug.errors import DecodeError, UnknownRankError
+from kvplug.errors import DecodeError
 from kvplug.events import AllBlocksCleared, EventBatch, Rank, Tier
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.index.evicting import Eviction
 from kvplug.index.expiring import mark_of
 from kvplug.index.hash_spaces import HashSpace
+from kvplug.index.packed_run import PackedRun
 from kvplug.index.single_events import IndexParts, SingleEvents
 from kvplug.index.sweeping import Clearing
 from kvplug.kernels import applying as kernels
@@ -33,10 +34,12 @@ Flag = npt.NDArray[np.uint8]
 
 # A slot of a table is looked at in a fraction of the time that a block takes to store.
 _STEPS_PER_BLOCK = 16
+_ALL = 2**40  # more events, and more blocks, than a payload has
 
 
 class EventApplier:
-    """apply, apply_packed, apply_records; clear, start_clear. What is refused is counted.
+    """apply, apply_packed, apply_packed_run, apply_records; clear, start_clear. What is refused is
+    counted.
 
     Plain events are applied many at a time in a kernel, all others one by one.
     """
@@ -84,24 +87,51 @@ class EventApplier:
         """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
         none.
         """
-        try:
-            words = self._kernels.words_of(rank)
-        except UnknownRankError:
-            applied = ApplyResult()
-            applied.reject(RejectReason.UNKNOWN_RANK, packed.num_events(payload))
-            return applied
-        if self._lower_tiers.refused or self._annotations.need_all_events:
-            applied, first = ApplyResult(), 0
-        else:
-            applied, first = self._kernels.apply_packed(rank, payload, words)
-        if first >= 0:
-            # Behind an event that needs a decision the rest of a payload goes one by one.
-            for event in packed.decode(payload)[first:]:
-                self._single.apply_packed(rank, event, applied)
+        run, applied = PackedRun(payload), ApplyResult()
+        if rank in self._numbers and not self._are_packed_single(rank):
+            self._kernels.apply_packed(rank, run, _ALL, _ALL, applied)
+            if self._has_bound:
                 self._capacity_guard.settle()
-        if self._has_bound:
-            self._capacity_guard.settle()
+        while not run.is_done:
+            self.apply_packed_run(rank, run, run.num_events, _ALL, applied)
         return applied
+
+    def apply_packed_run(
+        self, rank: Rank, run: PackedRun, end: int, max_blocks: int, applied: ApplyResult
+    ) -> None:
+        """Apply packed events up to number `end`, counted in `applied`; as `apply_records`, with
+        `run.next` for the next number. DecodeError, and nothing done, if they are none.
+        """
+        if rank not in self._numbers:
+            applied.reject(RejectReason.UNKNOWN_RANK, end - run.next)
+            run.pass_over(end)
+        elif self._eviction is not None:
+            self._go_on_evicting(_STEPS_PER_BLOCK * max_blocks)
+        elif self._clearing is not None:
+            run.advance(self._go_on_clearing(_STEPS_PER_BLOCK * max_blocks, applied))
+        elif self._are_packed_single(rank) or not run.is_for_kernels:
+            run.lose_position()
+            self._apply_packed_event(rank, run, applied)
+        else:
+            self._kernels.apply_packed(rank, run, end, max_blocks, applied)
+            self._capacity_guard.settle()
+            if self._kernels.num_over:
+                run.advance(self._start_evicting(self._kernels.num_over, applied))
+            elif run.next < end and self._kernels.needs_decision:
+                self._apply_packed_event(rank, run, applied)
+
+    def _apply_packed_event(self, rank: Rank, run: PackedRun, applied: ApplyResult) -> None:
+        event = run.event
+        if isinstance(event, packed.PackedCleared):
+            self._start_clearing(rank, event)
+            return
+        self._single.apply_packed(rank, event, applied)
+        self._capacity_guard.settle()
+        run.advance()
+
+    def _start_clearing(self, rank: Rank, event: AllBlocksCleared | packed.PackedCleared) -> None:
+        tier = self._single.tier_to_clear(rank, event)
+        self._clearing = tier, self.start_clear(rank, tier)
 
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
@@ -130,8 +160,7 @@ class EventApplier:
                 return at
         event = records.event(at)
         if isinstance(event, AllBlocksCleared):
-            tier = self._single.tier_to_clear(rank, event)
-            self._clearing = tier, self.start_clear(rank, tier)
+            self._start_clearing(rank, event)
             return at
         self._single.apply(rank, event, applied)
         self._capacity_guard.settle()
@@ -139,9 +168,13 @@ class EventApplier:
 
     def _are_single(self, rank: Rank) -> bool:
         """Whether kernels may apply none of the rank's records."""
+        return self._is_bigrams or self._are_packed_single(rank)
+
+    def _are_packed_single(self, rank: Rank) -> bool:
+        """Whether kernels may apply none of the rank's packed events."""
         number = self._numbers.number_of(rank)
         of_rank = number in self._cache_groups or number in self._lower_tiers.refused
-        return of_rank or self._annotations.need_all_events or self._is_bigrams
+        return of_rank or self._annotations.need_all_events
 
     def _start_evicting(self, num_blocks: int, applied: ApplyResult) -> bool:
         """Whether the event is done with, as nothing that could go would make room for it."""
@@ -188,6 +221,7 @@ class _KernelEvents:
         # What stays the same between calls, until an array grows or a rank comes or goes.
         self._bundles: dict[Rank, Bundle] = {}
         self._seen_version = 0
+        self._payload_of: PackedRun | None = None  # whose payload is in the buffer
 
     @property
     def needs_decision(self) -> bool:
@@ -218,37 +252,42 @@ class _KernelEvents:
             again = self._count(rank, applied)
         return at
 
-    def apply_packed(self, rank: Rank, payload: bytes, words: U64) -> tuple[ApplyResult, int]:
-        """What became of a payload, and the number of the event that needs a decision; -1: none.
+    def apply_packed(
+        self, rank: Rank, run: PackedRun, last: int, max_blocks: int, applied: ApplyResult
+    ) -> None:
+        """Apply events up to number `last`, as far as that goes; DecodeError if they are none."""
+        words = self.words_of(rank)
+        if not run.is_begun or self._payload_of is not run:
+            words = self._take_payload(rank, run, words)
+        end, again = len(run.payload), True
+        while again:
+            result = apply_packed(run.next, run.at, end, last, max_blocks, words)
+            if result >= 0:
+                applied.num_stored += result & kernels.STORED_MASK
+                applied.num_removed += result >> kernels.REMOVED_SHIFT
+                self._counts[kernels.WHY] = kernels.DONE
+                run.finish()
+                return
+            again = self._count(rank, applied)
+            run.go_to(-1 - result, *self._counts[[kernels.POSITION, kernels.BEHIND]].tolist())
+            if self._counts[kernels.WHY] == kernels.NEEDS_CHECK:
+                run.check()
+                again = run.is_for_kernels
+            words = self.words_of(rank) if again else words
 
-        words: of the rank, as `words_of` has just given them.
-        """
+    def _take_payload(self, rank: Rank, run: PackedRun, words: U64) -> U64:
         buffers = self._buffers
         try:
-            end = len(payload)
+            end = len(run.payload)
             if end > buffers.max_payload:
                 buffers.reserve_payload(end)
                 words = self._collect_anew(rank)
             # Copied, as NumPy takes five times as long to look at bytes where they are.
-            buffers.payload[:end] = payload
+            buffers.payload[:end] = run.payload
         except (TypeError, ValueError) as error:
             raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
-        result = apply_packed(0, 0, end, words)
-        if result >= 0:
-            return ApplyResult(result & kernels.STORED_MASK, result >> kernels.REMOVED_SHIFT), -1
-        return self._go_on(rank, end, result)
-
-    def _go_on(self, rank: Rank, num_bytes: int, result: int) -> tuple[ApplyResult, int]:
-        applied = ApplyResult()
-        while result < 0 and self._count(rank, applied):
-            first, at = -1 - result, int(self._counts[kernels.POSITION])
-            result = apply_packed(first, at, num_bytes, self.words_of(rank))
-        if result < 0:
-            is_done = self._counts[kernels.WHY] == kernels.DONE
-            return applied, -1 if is_done else int(-1 - result)
-        applied.num_stored += result & kernels.STORED_MASK
-        applied.num_removed += result >> kernels.REMOVED_SHIFT
-        return applied, -1
+        self._payload_of = run
+        return words
 
     def words_of(self, rank: Rank) -> U64:
         """The words of the bundle that kernels take for a rank; UnknownRankError for another."""
@@ -286,7 +325,7 @@ class _KernelEvents:
 
     def _count(self, rank: Rank, applied: ApplyResult) -> bool:
         """Add up what a call has done; whether arrays have grown, so that it can go on."""
-        num_stored, num_removed, num_unknown, why, num_wanted, _ = self._counts.tolist()
+        num_stored, num_removed, num_unknown, why, num_wanted, *_ = self._counts.tolist()
         applied.num_stored += num_stored
         applied.num_removed += num_removed
         if num_unknown:

@@ -57,6 +57,8 @@ class HolderNumbers:
         self._pools: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._pools_of: dict[int, list[int]] = {}
         self._groups_of: dict[int, list[int]] = {}
+        self._reads: dict[str, frozenset[int]] = {}
+        self._pool_ids: dict[int, int] = {}
         self.readers: I64 = np.zeros(0, dtype=np.int64)
 
     def __contains__(self, rank: Rank) -> bool:
@@ -137,13 +139,39 @@ class HolderNumbers:
         """Number of a rank -> holders of its KV cache groups."""
         return {number: list(holders) for number, holders in self._groups_of.items()}
 
-    def add_pool(self, rank_number: int, workers: tuple[str, ...]) -> int:
-        """A holder number for copies of the rank in a pool that these workers can read, too.
+    def set_pools_read_by(self, worker: str, pool_ids: Iterable[int]) -> None:
+        """The worker can read these CXL pools, and no others, of those whose copies do not say
+        which workers can.
+        """
+        self._reads[worker] = frozenset(pool_ids)
+        if not self._reads[worker]:
+            del self._reads[worker]
+        for holder, pool_id in self._pool_ids.items():
+            self._pools[holder] = self._pools[holder][0], self.workers_that_read(pool_id)
+        self._list_readers()
+        self._version.count += 1
+
+    def workers_that_read(self, pool_id: int) -> tuple[str, ...]:
+        """The workers that can read a CXL pool, by what they say themselves; sorted."""
+        return tuple(sorted(name for name, pool_ids in self._reads.items() if pool_id in pool_ids))
+
+    def follow_pool(self, holder: int, pool_id: int) -> None:
+        """Whoever can read this CXL pool can read the holder's copies."""
+        self._pool_ids[holder] = pool_id
+
+    def add_pool(
+        self, rank_number: int, workers: tuple[str, ...] | None, pool_id: int | None
+    ) -> int:
+        """A holder number for copies of the rank in a pool that these workers can read, too; None:
+        those that can read CXL pool `pool_id`.
 
         Their ranks are readers while they are in the fleet.
         """
         holder = self._free_holder()
-        self._pools[holder] = rank_number, workers
+        if workers is None and pool_id is not None:
+            self.follow_pool(holder, pool_id)
+            workers = self.workers_that_read(pool_id)
+        self._pools[holder] = rank_number, workers or ()
         self._pools_of.setdefault(rank_number, []).append(holder)
         self.readers = np.append(self.readers, self._readers_behind(len(self.readers), holder))
         self._version.count += 1
@@ -153,6 +181,7 @@ class HolderNumbers:
         """The numbers of pools in which nobody has copies any more are free."""
         for holder in holders:
             rank_number, _ = self._pools.pop(holder)
+            self._pool_ids.pop(holder, None)
             self._pools_of[rank_number].remove(holder)
             self.owner[holder] = _NOBODY
         self._list_readers()

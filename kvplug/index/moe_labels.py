@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import IndexCorruptError
-from kvplug.events import BlockStored, MoeLabel, Rank, Tier
+from kvplug.events import BlockCopied, MoeLabel, Rank, Tier
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.block_annotation import (
@@ -79,11 +79,11 @@ class MoeLabels(BlockAnnotation):
 
     def concerns(self, event: Stored) -> bool:
         """Those with a label."""
-        return isinstance(event, BlockStored) and event.moe is not None
+        return not isinstance(event, BlockCopied) and event.moe is not None
 
     def on_stored(self, blocks: EventBlocks, event: Stored, applied: ApplyResult) -> None:
         """Label the blocks."""
-        assert isinstance(event, BlockStored)
+        assert not isinstance(event, BlockCopied)
         assert event.moe is not None
         self.put(blocks.rank_number, blocks.hashes, event.moe)
 

@@ -22,8 +22,10 @@ from kvplug.events import (
     BlockCopied,
     BlockRemoved,
     BlockStored,
+    CxlStateTransition,
     EngineHash,
     Event,
+    Namespace,
     Rank,
     SequenceHash,
     Tier,
@@ -42,7 +44,16 @@ from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.lower_tiers import LowerTiers
 from kvplug.index.repeated_stores import RepeatedStores
-from kvplug.packed import PackedCleared, PackedEvent, PackedRemoved, PackedStored, U64Like
+from kvplug.packed import (
+    PackedAdapter,
+    PackedCleared,
+    PackedCopied,
+    PackedEvent,
+    PackedRemoved,
+    PackedStored,
+    PackedTransition,
+    U64Like,
+)
 
 U64 = npt.NDArray[np.uint64]
 
@@ -109,43 +120,65 @@ class SingleEvents:
         else:
             self._copy(rank, event, applied)
 
-    def tier_to_clear(self, rank: Rank, event: AllBlocksCleared) -> Tier | None:
+    def tier_to_clear(self, rank: Rank, event: AllBlocksCleared | PackedCleared) -> Tier | None:
         """The tier that is empty; None for all of them."""
         number = self._numbers.number_of(rank)
         is_of_device = event.tier is None and self._lower_tiers.outlive_clears(number)
         return Tier.DEVICE if is_of_device else event.tier
 
     def apply_packed(self, rank: Rank, event: PackedEvent, applied: ApplyResult) -> None:
-        """Remember one packed event."""
+        """Remember one packed event, but for a clear."""
         match event:
-            case PackedRemoved():
-                removed = BlockRemoved(
-                    block_hashes=_as_engine_hashes(event.engine_hashes), tier=event.tier
-                )
-                return self._remove(rank, removed, applied)
-            case PackedCleared():
-                number = self._clear(rank, event.tier)
-                return applied.clear(number, everything=event.tier is None)
             case PackedStored():
-                parent = self._hash_spaces.hash_of(rank, event.parent)
-                if event.parent is not None and parent is None:
-                    return applied.reject(self._why_unknown(event.parent), len(event.engine_hashes))
-                if self._lower_tiers.refuses(self._numbers.number_of(rank), event.tier):
-                    return applied.reject(RejectReason.REFUSED_TIER, len(event.engine_hashes))
-                if len(event.engine_hashes) != len(event.hashes):
-                    return applied.reject(RejectReason.MISALIGNED, len(event.engine_hashes))
-                seed = event.seed if parent is None else self._block_store.seed_of(parent)
-                engine_hashes, hashes = as_hashes(event.engine_hashes), as_hashes(event.hashes)
-                span = BlockSpan(hashes, parent or 0, seed, engine_hashes)
-                holder = self._numbers.holder(self._numbers.number_of(rank), event.tier)
-                return self._hold(rank, event, span, holder, applied)
+                self._store_hashed(rank, event, applied)
+            case PackedRemoved(names, tier, group):
+                removed = BlockRemoved(
+                    block_hashes=_as_engine_hashes(names), tier=tier, group=group
+                )
+                self._remove(rank, removed, applied)
+            case PackedCopied(names, tier, group, attention, window):
+                copied = BlockCopied(
+                    block_hashes=_as_engine_hashes(names), tier=tier, group=group,
+                    attention=attention, sliding_window=window,
+                )  # fmt: skip
+                self._take(rank, copied, applied)
+            case PackedTransition(names, state, pool_id, workers):
+                transition = CxlStateTransition(
+                    block_hashes=_as_engine_hashes(names), new_state=state, pool_id=pool_id,
+                    accessible_workers=workers,
+                )  # fmt: skip
+                self._annotate(rank, transition, applied)
+            case PackedAdapter(seed, lora_name):
+                self._adapters.note(Namespace(lora_name), seed)
+            case PackedCleared():
+                raise AssertionError("clears are applied in slices")
+
+    def _store_hashed(self, rank: Rank, event: PackedStored, applied: ApplyResult) -> None:
+        num_blocks = len(event.engine_hashes)
+        if self._lower_tiers.refuses(self._numbers.number_of(rank), event.tier):
+            return applied.reject(RejectReason.REFUSED_TIER, num_blocks)
+        bigrams = self._hasher.window - self._hasher.block_size
+        if event.block_size not in (None, self._hasher.block_size):
+            return applied.reject(self._why_other_size(event), num_blocks)
+        if event.bigrams not in (None, bool(bigrams)):
+            return applied.reject(RejectReason.BIGRAM_TOKENS, num_blocks)
+        parent = self._hash_spaces.hash_of(rank, event.parent)
+        if event.parent is not None and parent is None:
+            return applied.reject(self._why_unknown(event.parent), num_blocks)
+        if num_blocks != len(event.hashes):
+            return applied.reject(RejectReason.MISALIGNED, num_blocks)
+        seed = event.seed if parent is None else self._block_store.seed_of(parent)
+        hashes, names = as_hashes(event.hashes), as_hashes(event.engine_hashes)
+        return self._store_span(rank, event, BlockSpan(hashes, parent or 0, seed, names), applied)
+
+    def _why_other_size(self, event: BlockStored | PackedStored) -> RejectReason:
+        is_part = event.attention in PARTIAL_ATTENTION
+        return RejectReason.GROUP_BLOCK_SIZE if is_part else RejectReason.BLOCK_SIZE
 
     def _store(self, rank: Rank, event: BlockStored, applied: ApplyResult) -> None:
         num_blocks = len(event.block_hashes)
         if event.block_size != self._hasher.block_size:
-            is_part = event.attention in PARTIAL_ATTENTION
-            reason = RejectReason.GROUP_BLOCK_SIZE if is_part else RejectReason.BLOCK_SIZE
-            return applied.reject(reason, num_blocks)
+            return applied.reject(self._why_other_size(event), num_blocks)
         if event.block_size + event.bigrams != self._hasher.window:
             return applied.reject(RejectReason.BIGRAM_TOKENS, num_blocks)
         parent = self._hash_spaces.hash_of(rank, event.parent)
@@ -157,10 +190,15 @@ class SingleEvents:
         )
         if len(hashes) != num_blocks or len(event.extra_keys) > num_blocks:
             return applied.reject(RejectReason.MISALIGNED, num_blocks)
+        span = BlockSpan(hashes, parent or 0, seed, as_hashes(event.block_hashes))
+        return self._store_span(rank, event, span, applied)
+
+    def _store_span(
+        self, rank: Rank, event: BlockStored | PackedStored, span: BlockSpan, applied: ApplyResult
+    ) -> None:
         holder = self._cache_groups.holder_to_store(self._numbers.number_of(rank), event)
         if holder is None:
-            return applied.reject(RejectReason.GROUP_TIER, num_blocks)
-        span = BlockSpan(hashes, parent or 0, seed, as_hashes(event.block_hashes))
+            return applied.reject(RejectReason.GROUP_TIER, len(span.hashes))
         return self._hold(rank, event, span, holder, applied)
 
     def _hold(

@@ -43,11 +43,11 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 # Why a call ended.
-DONE, NEEDS_ROOM, NEEDS_RUNS, NEEDS_DECISION, OVER_LIMIT = range(5)
+DONE, NEEDS_ROOM, NEEDS_RUNS, NEEDS_DECISION, OVER_LIMIT, NEEDS_CHECK = range(6)
 # out_counts
 NUM_STORED, NUM_REMOVED, NUM_UNKNOWN = 0, 1, 2
-WHY, NUM_WANTED, POSITION = 3, 4, 5
-NUM_COUNTS = 6
+WHY, NUM_WANTED, POSITION, BEHIND = 3, 4, 5, 6
+NUM_COUNTS = 7
 _BASE_SEED = np.uint64(1337)  # kvplug/hashing.py
 REMOVED_SHIFT = 31
 STORED_MASK = 2**REMOVED_SHIFT - 1
@@ -290,12 +290,16 @@ def _apply_packed(
     event: packed.PackedEvent,
     data: Bytes,
     index: _Index,
-    holder: Index,
+    bundle: U64,
     scratch: _Scratch,
     out_counts: I64,
 ) -> bool:
     """As _hold, for a packed event."""
-    n = event.num_blocks
+    n, holder = event.num_blocks, _holder_of(bundle, event.tier)
+    if event.kind < 0 or event.kind == wire.CLEARED or holder < 0:
+        return _stop(NEEDS_DECISION, n, out_counts)
+    if not _has_room(index, event.kind, holder, n, scratch, out_counts):
+        return False
     engine_hashes, hashes = scratch.engine_hashes[:n], scratch.hashes[:n]
     _copy_words(data, event.engine_hashes, engine_hashes)
     if event.kind == wire.REMOVED:
@@ -326,49 +330,70 @@ def _prefetch_event(event: packed.PackedEvent, data: Bytes, index: _Index) -> No
 
 
 @inlined
-def _apply_payload(
-    first: Index, at: Index, end: Index, data: Bytes, bundle: U64, out_counts: I64
-) -> Index:
-    index, scratch = _index(bundle, data[:0]), _scratch(bundle)
-    runs.tick(index.blocks.runs)
+def _start_of_events(data: Bytes, end: Index, out_counts: I64) -> Index:
+    """Position of the first event; -1 if the payload has to be looked at first, as it has other
+    events than plain ones, or none that can be read.
+    """
     num_items, start = msgpack.array_header(data, 0)
-    if num_items < 1 or data[start] != packed.VERSION:
-        _stop(NEEDS_DECISION, 0, out_counts)
-        return 0
-    if at == 0 and not packed.is_whole(num_items, start + 1, data, end):
-        _stop(NEEDS_DECISION, 0, out_counts)
-        return 0
-    at = max(at, start + 1)
-    for number in range(first, num_items - 1):
+    if num_items < 1 or start >= end or data[start] != packed.VERSION:
+        _stop(NEEDS_CHECK, 0, out_counts)
+        out_counts[POSITION] = -1
+        return np.int64(-1)
+    if not packed.is_whole(num_items, start + 1, data, end):
+        _stop(NEEDS_CHECK, 0, out_counts)
+        out_counts[POSITION] = start + 1
+        return np.int64(-1)
+    return np.int64(start + 1)
+
+
+@inlined
+def _apply_payload(
+    first: Index, at: Index, end: Index, last: Index, max_blocks: Index, data: Bytes, bundle: U64,
+    out_counts: I64,
+) -> Index:  # fmt: skip
+    index, scratch, num_blocks = _index(bundle, data[:0]), _scratch(bundle), np.int64(0)
+    query_waiting = u1_of(bundle, IS_WANTED)
+    runs.tick(index.blocks.runs)
+    if at == 0:
+        at = _start_of_events(data, end, out_counts)
+        if at < 0:
+            return first
+    num_items, _ = msgpack.array_header(data, 0)
+    last = min(last, num_items - 1)
+    for number in range(first, last):
         out_counts[POSITION] = at
+        if num_blocks >= max_blocks or (num_blocks > 0 and query_waiting[0] != 0):
+            return number
         event = packed.read_event(data, at, end)
-        if number + 2 < num_items:
-            _prefetch_event(packed.read_event(data, event.end, end), data, index)
-        holder = _holder_of(bundle, event.tier)
-        if event.kind == wire.CLEARED or holder < 0:
-            _stop(NEEDS_DECISION, event.num_blocks, out_counts)
+        out_counts[BEHIND] = event.end
+        if number + 1 < last and event.end > 0:
+            _prefetch_event(packed.read_plain(data, event.end, end), data, index)
+        if not _apply_packed(event, data, index, bundle, scratch, out_counts):
             return number
-        if not _has_room(index, event.kind, holder, event.num_blocks, scratch, out_counts):
-            return number
-        if not _apply_packed(event, data, index, holder, scratch, out_counts):
-            return number
+        num_blocks += event.num_blocks
         at = event.end
-    return num_items - 1
+    out_counts[POSITION] = at
+    return last
 
 
-@kernel(i8(i8, i8, i8, reads(u8)), releases_gil=True)
-def apply_packed(first: int, at: int, end: int, bundle: U64) -> int:
-    """Apply the events of PAYLOAD[:end] from number `first` on, which is at position `at`; 0 for
-    the first of all, and then nothing is done unless the whole payload can be read.
+@kernel(i8(i8, i8, i8, i8, i8, reads(u8)), releases_gil=True)
+def apply_packed(first: int, at: int, end: int, last: int, max_blocks: int, bundle: U64) -> int:
+    """Apply events number `first` to `last` of PAYLOAD[:end]; the first is at position `at`. With
+    0 for `at`, nothing is done unless the whole payload has plain events only: WHY is NEEDS_CHECK
+    then, and POSITION where the first event is. `last` may be above the number of events then.
 
-    Behind the payload are PADDING more bytes, whatever they are. Returns num_stored +
-    (num_removed << REMOVED_SHIFT) if nothing else happened, else -1 - the number of the first event
-    that was not applied; then COUNTS is as for apply_records, and has at POSITION where that is.
+    Behind the payload are PADDING more bytes, whatever they are. Ends early once `max_blocks`
+    blocks are done, or after the event at hand when another thread has set IS_WANTED[0].
+
+    Returns num_stored + (num_removed << REMOVED_SHIFT) if all events of the payload were applied
+    and nothing else happened, else -1 - the number of the first event that was not applied; then
+    COUNTS is as for apply_records, and has at POSITION where that event is, at BEHIND the next one.
     """
     data, out_counts = u1_of(bundle, PAYLOAD), i64_of(bundle, COUNTS)
     out_counts[:] = 0
     data[end : end + msgpack.PADDING] = 0
-    number = _apply_payload(first, at, end, data, bundle, out_counts)
-    if out_counts[WHY] == DONE and out_counts[NUM_UNKNOWN] == 0:
+    number = _apply_payload(first, at, end, last, max_blocks, data, bundle, out_counts)
+    is_plain = out_counts[WHY] == DONE and out_counts[NUM_UNKNOWN] == 0
+    if is_plain and out_counts[POSITION] == end:
         return int(out_counts[NUM_STORED] + (out_counts[NUM_REMOVED] << REMOVED_SHIFT))
     return int(-1 - number)

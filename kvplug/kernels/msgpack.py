@@ -39,6 +39,21 @@ _SHIFT[0xCC], _SHIFT[0xCD], _SHIFT[0xCE] = 24, 16, 0
 _INLINE = np.zeros(256, dtype=np.uint64)
 _INLINE[:0x80] = np.arange(0x80)
 
+# Any item, by its first byte: its bytes but for what a length says and for items in it (0: none
+# that is passed over here), how many bytes a length has, how many items are in it, and how many
+# more for each unit of its length (0: those are bytes).
+_NUM_BYTES = np.ones(256, dtype=np.int64)
+_LENGTH_WIDTH, _NUM_ITEMS, _ITEMS_OF_LENGTH = (np.zeros(256, dtype=np.int64) for _ in range(3))
+_NUM_BYTES[0xC1], _NUM_BYTES[0xC7:0xCA], _NUM_BYTES[0xD4:0xD9] = 0, 0, 0
+_NUM_BYTES[0xA0:0xC0] = np.arange(1, 33)
+_NUM_BYTES[0xCA:0xCC] = 5, 9
+_NUM_BYTES[0xCC:0xD4] = 2, 3, 5, 9, 2, 3, 5, 9
+_NUM_ITEMS[0x80:0x90], _NUM_ITEMS[0x90:0xA0] = np.arange(0, 32, 2), np.arange(16)
+for _first, _widths in ((0xC4, (1, 2, 4)), (0xD9, (1, 2, 4)), (0xDC, (2, 4)), (0xDE, (2, 4))):
+    _LENGTH_WIDTH[_first : _first + len(_widths)] = _widths
+    _NUM_BYTES[_first : _first + len(_widths)] = 1 + np.array(_widths)
+_ITEMS_OF_LENGTH[0xDC:0xDE], _ITEMS_OF_LENGTH[0xDE:0xE0] = 1, 2
+
 _0, _1, _2, _3, _4 = (np.uint64(n) for n in range(5))
 _8, _16, _24, _32 = np.uint64(8), np.uint64(16), np.uint64(24), np.uint64(32)
 
@@ -260,3 +275,31 @@ def read_small(data: Bytes, at: Index) -> tuple[Index, Index]:
     if at < 0 or (value >> np.uint64(31)) != np.uint64(0):
         return FAILED, FAILED
     return np.int64(value), at
+
+
+@inlined
+def _extent(data: Bytes, at: Index) -> tuple[Index, Index]:
+    """(bytes of an item but for those in it, items in it); 0 bytes if it is none."""
+    first = data[at]
+    num_bytes, num_items = np.int64(_NUM_BYTES[first]), np.int64(_NUM_ITEMS[first])
+    width = np.int64(_LENGTH_WIDTH[first])
+    if width > 0:
+        length = np.int64(_big_endian(data, at + 1, width))
+        items_of_length = np.int64(_ITEMS_OF_LENGTH[first])
+        num_items += length * items_of_length
+        num_bytes += length if items_of_length == 0 else 0
+    return num_bytes, num_items
+
+
+@inlined
+def after_item(data: Bytes, at: Index, end: Index) -> Index:
+    """Behind one item of any kind, with all that is in it; no extension types."""
+    num_left = np.int64(1)
+    while num_left > 0:
+        if at >= end:
+            return FAILED
+        num_bytes, num_items = _extent(data, at)
+        if num_bytes < 1 or num_items > end - at or num_bytes > end - at:
+            return FAILED
+        at, num_left = at + num_bytes, num_left - 1 + num_items
+    return np.int64(at)

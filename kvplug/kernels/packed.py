@@ -2,8 +2,9 @@
 
 In:  a payload of kvplug/packed.py, PADDING more bytes behind it.   Out: an event at a position.
 
-A valid payload in a form that nobody writes (numbers in more bytes than they need) is not read
-here, but by kvplug/packed.py, which is the reference implementation of this file.
+Read here are plain stores, removals and clears. What else there is (details, copies, transitions,
+adapters) is passed over, for kvplug/packed.py, which is the reference implementation of this file.
+So is a valid payload in a form that nobody writes (numbers in more bytes than they need).
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ _NIL = 0xC0
 
 class PackedEvent(NamedTuple):
     """kind: STORED, REMOVED, CLEARED, or -1: not read here. engine_hashes and hashes: where they
-    are in the payload, num_blocks of each; end: where the next event is.
+    are in the payload, num_blocks of each; end: where the next event is, -1 if that is not known.
     """
 
     kind: Index
@@ -40,7 +41,15 @@ class PackedEvent(NamedTuple):
 
 
 @inlined
-def _unread() -> PackedEvent:
+def _unread(data: Bytes, at: Index, end: Index) -> PackedEvent:
+    """The event at a position is none for here."""
+    none = np.int64(0)
+    behind = msgpack.after_item(data, at, end)
+    return PackedEvent(np.int64(-1), none, False, _0, _0, none, none, none, behind)
+
+
+@inlined
+def _failed() -> PackedEvent:
     none = np.int64(0)
     return PackedEvent(np.int64(-1), none, False, _0, _0, none, none, none, none)
 
@@ -62,16 +71,16 @@ def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> PackedEvent
     else:
         at += 1
     if at < 0 or at > end:
-        return _unread()
+        return _failed()
     seed, at = msgpack.natural(data, at)
     if at < 0 or at > end:
-        return _unread()
+        return _failed()
     num_engine_hashes, engine_hashes, at = _read_words(data, at, end)
     if num_engine_hashes < 0:
-        return _unread()
+        return _failed()
     num_hashes, hashes, at = _read_words(data, at, end)
     if num_hashes != num_engine_hashes:
-        return _unread()
+        return _failed()
     return PackedEvent(
         np.int64(STORED),
         tier,
@@ -89,21 +98,21 @@ def _read_stored(data: Bytes, at: Index, end: Index, tier: Index) -> PackedEvent
 def _read_cleared(data: Bytes, at: Index) -> PackedEvent:
     is_cleared = data[at] == CLEARED and (data[at + 1] <= 2 or data[at + 1] == _NIL)
     if not is_cleared:
-        return _unread()
+        return _failed()
     none = np.int64(0)
     return PackedEvent(np.int64(CLEARED), none, False, _0, _0, none, none, none, at + 2)
 
 
 @inlined
-def read_event(data: Bytes, at: Index, end: Index) -> PackedEvent:
-    """The event at a position."""
+def read_plain(data: Bytes, at: Index, end: Index) -> PackedEvent:
+    """The event at a position; of one that is not plain, only that it is not."""
     num_items, at = msgpack.array_header(data, at)
     if num_items < 2 or at + 2 > end:
-        return _unread()
+        return _failed()
     if num_items == 2:
         return _read_cleared(data, at)
     if data[at + 1] > 2:
-        return _unread()
+        return _failed()
     kind, tier = np.int64(data[at]), np.int64(data[at + 1])
     if kind == STORED and num_items == 6:
         return _read_stored(data, at + 2, end, tier)
@@ -113,7 +122,14 @@ def read_event(data: Bytes, at: Index, end: Index) -> PackedEvent:
             return PackedEvent(
                 kind, tier, False, _0, _0, engine_hashes, engine_hashes, num_engine_hashes, at
             )
-    return _unread()
+    return _failed()
+
+
+@inlined
+def read_event(data: Bytes, at: Index, end: Index) -> PackedEvent:
+    """The event at a position, and where the next one is."""
+    event = read_plain(data, at, end)
+    return event if event.kind >= 0 else _unread(data, at, end)
 
 
 @inlined
@@ -122,7 +138,7 @@ def is_whole(num_items: Index, at: Index, data: Bytes, end: Index) -> bool:
     done, so that a payload damaged further on changes nothing.
     """
     for _ in range(num_items - 1):
-        event = read_event(data, at, end)
+        event = read_plain(data, at, end)
         if event.kind < 0:
             return False
         at = event.end

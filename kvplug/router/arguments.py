@@ -5,6 +5,7 @@ In:  arguments of Router.   Out: the same; ConfigError in one sentence for what 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final, TypeVar
 
 from kvplug.errors import ConfigError
@@ -39,6 +40,14 @@ def checked_batch(batch: EventBatch) -> EventBatch:
 def checked_id(request_id: str) -> str:
     """The id of a request: a text, not empty. A Decision is none, but has one."""
     return _checked(request_id, str, "a request id", is_right=request_id != "")
+
+
+def checked_pools(pool_ids: Collection[int]) -> Collection[int]:
+    """Ids of CXL pools: whole numbers."""
+    is_right = isinstance(pool_ids, Collection) and all(type(each) is int for each in pool_ids)
+    if not is_right or isinstance(pool_ids, str | bytes):
+        raise ConfigError(f"expected ids of CXL pools, a list of int, got {shown(pool_ids)}")
+    return pool_ids
 
 
 def checked_instance(value: _T, type_: type, what: str) -> _T:

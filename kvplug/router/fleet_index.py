@@ -36,6 +36,7 @@ from kvplug.index.bounds import Bounds
 from kvplug.index.event_applier import Flag
 from kvplug.index.event_values import is_sound
 from kvplug.index.holder_numbers import HolderNumbers
+from kvplug.index.packed_run import PackedRun
 from kvplug.index.prefix_query import TierCredits
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
@@ -104,14 +105,15 @@ class IndexGroup:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A worker: what is known of it, the group of its ranks, its taints, and which ranks hold
-    blocks.
+    """A worker: what is known of it, the group of its ranks, its taints, the CXL pools that it can
+    read, and which ranks hold blocks.
     """
 
     model: str
     block_size: int | None
     group: IndexGroup
     taints: frozenset[str] = frozenset()
+    cxl_pools: frozenset[int] = frozenset()
     ranks: list[Rank] = field(default_factory=list)
     holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
 
@@ -178,6 +180,8 @@ class FleetIndex:
         member = self._members.pop(worker, None)
         if member is not None:
             member.group.index.remove_worker(worker)
+            for group in self.groups:
+                group.index.numbers.set_pools_read_by(worker, ())
             for rank in member.ranks:
                 self.numbers.remove(rank)
                 self._confidence.pop(rank, None)
@@ -196,15 +200,25 @@ class FleetIndex:
             member.holding.add(rank)
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
-        """As EventApplier.apply_packed, in the index that the rank is in."""
+    def apply_packed(
+        self, rank: Rank, run: PackedRun, end: int, max_blocks: int, applied: ApplyResult
+    ) -> None:
+        """As EventApplier.apply_packed_run, in the index that the rank is in."""
         member = self._members.get(rank.worker)
-        if member is None:
-            return self.groups[0].index.events.apply_packed(rank, payload)  # which rejects it
-        applied = member.group.index.events.apply_packed(rank, payload)
-        if applied.num_stored:
+        group = self.groups[0] if member is None else member.group  # which rejects it
+        group.index.events.apply_packed_run(rank, run, end, max_blocks, applied)
+        if member is not None and (applied.num_stored or applied.num_moved):
             member.holding.add(rank)
-        return applied
+
+    def set_blocks(self, rank: Rank, blocks: Blocks) -> bool:
+        """Whether the rank's worker can have such blocks; it is in their index then."""
+        member = self._members[rank.worker]
+        told = member.block_size or self.block_size
+        if told not in (None, blocks.size):
+            return False
+        if not member.holding:
+            self._place(member, blocks)
+        return member.group.blocks == blocks
 
     def apply_records(
         self, rank: Rank, records: Records, first: int, max_blocks: int, applied: ApplyResult
@@ -241,6 +255,7 @@ class FleetIndex:
         strangers = [rank for rank in index.numbers.ranks if rank and rank not in self.numbers]
         for rank in strangers:
             index.remove_rank(rank)
+        self._say_pools(index)
         group.index, group.block_size = index, index.block_size
         for member in self._members.values():
             for rank in member.ranks:
@@ -319,6 +334,12 @@ class FleetIndex:
     def taints_of(self, worker: str) -> frozenset[str]:
         """The taints that the worker was added with."""
         return self._members[worker].taints
+
+    def set_cxl_pools(self, worker: str, pool_ids: Collection[int]) -> None:
+        """The worker can read these CXL pools: copies there that name no workers are its, too."""
+        self._members[worker].cxl_pools = frozenset(pool_ids)
+        for group in self.groups:
+            group.index.numbers.set_pools_read_by(worker, pool_ids)
 
     def is_heard(self, rank: Rank) -> bool:
         """Whether events of the rank have stored blocks since it was last cleared, and count."""
@@ -432,7 +453,7 @@ class FleetIndex:
         return group
 
     def _index(self, blocks: Blocks) -> BlockIndex:
-        return BlockIndex(
+        index = BlockIndex(
             blocks.size,
             bigrams=blocks.bigrams,
             speculative_ttl_s=self._speculative_ttl_s,
@@ -440,6 +461,13 @@ class FleetIndex:
             bounds=self._bounds,
             tier_credits=self._tier_credits,
         )
+        self._say_pools(index)
+        return index
+
+    def _say_pools(self, index: BlockIndex) -> None:
+        for worker, member in self._members.items():
+            if member.cxl_pools:
+                index.numbers.set_pools_read_by(worker, member.cxl_pools)
 
     def _members_of(self, group: IndexGroup) -> list[_Member]:
         return [member for member in self._members.values() if member.group is group]

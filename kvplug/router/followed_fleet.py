@@ -20,13 +20,16 @@ from msgspec import structs
 
 from kvplug.errors import ConfigError
 from kvplug.events import EventBatch, Rank
+from kvplug.hashing import checked_block_size
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
+from kvplug.index.packed_run import PackedRun
 from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.arguments import (
     checked_batch,
     checked_instance,
+    checked_pools,
     checked_rank,
     checked_worker,
 )
@@ -37,12 +40,13 @@ from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decider
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
-from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
+from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, Blocks, FleetIndex
 from kvplug.router.load import ActiveLoad
 from kvplug.router.observer import (
     Arrival,
     RouterObserver,
     run_of_events,
+    run_of_packed,
     run_of_records,
 )
 from kvplug.router.query_first_lock import QueryFirstLock
@@ -183,17 +187,20 @@ class FollowedFleet:
         self._apply_in_slices(arrival, len(batch.events), run_of, apply_slice)
         return applied
 
-    def apply_packed(self, rank: Rank, payload: bytes) -> ApplyResult:
-        """As `apply`, for packed events (kvplug/packed.py): blocks that are hashed already.
+    def apply_packed(self, rank: Rank, payload: bytes, *, ts: float = 0.0) -> ApplyResult:
+        """As `apply`, for packed events (kvplug/packed.py): blocks that are hashed already; queries
+        in other threads go in between.
 
-        Blocks are taken to have the size of the rank's index. DecodeError, and nothing done, for a
-        payload that is none.
+        Blocks are taken to be as `set_blocks` said, else to have the size of the rank's index. ts:
+        when the engine sent them, in seconds, 0 if that is not known. DecodeError, and nothing
+        done, for a payload that is none.
         """
         self.require_events(checked_rank(rank))
-        with self._lock.low_priority:
-            before = self.cache_sizes.num_resident(rank)
-            applied = self.fleet_index.apply_packed(rank, payload)
-            self._note(rank, before, applied)
+        run, applied = PackedRun(payload), ApplyResult()
+        arrival = Arrival(rank, ts, self._clock())
+        run_of = partial(run_of_packed, run)
+        apply_slice = partial(self._apply_packed, rank, run, applied)
+        self._apply_in_slices(arrival, run.num_events, run_of, apply_slice)
         return applied
 
     def apply_records(self, rank: Rank, records: Records) -> ApplyResult:
@@ -205,6 +212,29 @@ class FollowedFleet:
         apply_slice = partial(self._apply_records, rank, records, applied)
         self._apply_in_slices(arrival, records.num_events, run_of, apply_slice)
         return applied
+
+    def set_blocks(self, rank: Rank, block_size: int, *, bigrams: bool = False) -> bool:
+        """The packed events of the rank are of such blocks (kvplug/router/fleet_index.py, Blocks).
+
+        False, and nothing done, if its worker was added with another block size, or holds other
+        blocks. ConfigError for what is no block size.
+        """
+        checked_block_size(block_size)
+        with self._lock.low_priority:
+            self.fleet_index.numbers.number_of(rank)
+            is_possible = self.fleet_index.set_blocks(rank, Blocks(block_size, bigrams))
+            self._fleet_changed()
+        return is_possible
+
+    def set_cxl_pools(self, worker: str, pool_ids: Collection[int]) -> None:
+        """The worker can read these CXL pools, and no others. What is put there by an event that
+        names no workers can be read by all that say so; UnknownRankError for an unknown worker.
+        """
+        checked_worker(worker)
+        checked = frozenset(checked_pools(pool_ids))
+        with self._lock.low_priority:
+            self.fleet_index.numbers.number_of(Rank(worker))
+            self.fleet_index.set_cxl_pools(worker, checked)
 
     def require_events(self, rank: Rank) -> None:
         """ConfigError in the approximate mode, which goes by its own decisions alone, and for a
@@ -386,12 +416,14 @@ class FollowedFleet:
                 removes, end = run_of(at) if observer.watches(rank) else (False, num_events)
                 if removes:
                     observer.before_removal(rank)
-                at = apply_slice(at, end)
-                while removes and at < end:
-                    turn.yield_to_queries()
+                try:
                     at = apply_slice(at, end)
-                if removes:
-                    observer.after_removal(arrival)
+                    while removes and at < end:
+                        turn.yield_to_queries()
+                        at = apply_slice(at, end)
+                finally:  # packed events may turn out to be none
+                    if removes:
+                        observer.after_removal(arrival)
                 turn.yield_to_queries()
             observer.on_applied(arrival)
 
@@ -416,6 +448,16 @@ class FollowedFleet:
         self._note(rank, before, part)
         applied.add(part)
         return at
+
+    def _apply_packed(
+        self, rank: Rank, run: PackedRun, applied: ApplyResult, _first: int, end: int
+    ) -> int:
+        before, part = self.cache_sizes.num_resident(rank), ApplyResult()
+        self.fleet_index.apply_packed(rank, run, end, BLOCKS_PER_SLICE, part)
+        self._lock.low_priority.yield_to_queries()  # which need not wait for the counts
+        self._note(rank, before, part)
+        applied.add(part)
+        return end if run.is_done else run.next
 
     def _note(self, rank: Rank, num_before: int, applied: ApplyResult) -> None:
         """Events have changed what the rank has on its device, which had so many blocks."""

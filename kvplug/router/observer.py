@@ -15,10 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from kvplug.events import AllBlocksCleared, BlockRemoved, CxlStateTransition, Event, Rank
+from kvplug.index.packed_run import PackedRun
 from kvplug.kernels import wire
+from kvplug.packed import CLEARED, REMOVED, TRANSITION
 from kvplug.records import Records
 from kvplug.router.decider import Decision
 from kvplug.router.load import ActiveRequest
+
+_TAKE_AWAY = (REMOVED, CLEARED, TRANSITION)
 
 
 class Arrival(NamedTuple):
@@ -37,8 +41,7 @@ class RouterObserver:
     """What a Router reports; as it is it wants nothing, and is the one that a Router begins with.
 
     It must call no method of the router that takes the lock. Only members of the fleet are
-    reported, not events that are refused as an unknown rank's, and no packed events
-    (`Router.apply_packed`).
+    reported, not events that are refused as an unknown rank's.
     """
 
     def on_decision(self, decision: Decision, request: ActiveRequest) -> None:
@@ -85,6 +88,15 @@ def run_of_records(records: Records, first: int) -> tuple[bool, int]:
     takes_away = kinds != wire.STORED
     others = np.flatnonzero(takes_away != takes_away[0])
     return bool(takes_away[0]), first + int(others[0] if len(others) else len(kinds))
+
+
+def run_of_packed(run: PackedRun, first: int) -> tuple[bool, int]:
+    """As `run_of_events`, for packed events."""
+    kinds = run.kinds
+    takes_away, end = kinds[first] in _TAKE_AWAY, first + 1
+    while end < len(kinds) and (kinds[end] in _TAKE_AWAY) == takes_away:
+        end += 1
+    return takes_away, end
 
 
 def _takes_away(event: Event) -> bool:

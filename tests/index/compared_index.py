@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine
 from msgspec import structs
 
-from kvplug import codec
+from kvplug import codec, packed
 from kvplug.events import (
     AllBlocksCleared,
     BlockCopied,
@@ -23,8 +23,10 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
 from kvplug.index.cxl import CxlBlocks
 from kvplug.index.moe_labels import MoeLabels
+from kvplug.index.packed_run import PackedRun
 from kvplug.records import read_payloads
 from tests.index.four_blocks import check_all_leave
+from tests.index.packing import as_packed
 from tests.index.reference import ReferenceIndex, engine_hash
 from tests.index.watched_evictions import WatchedEvictions
 
@@ -36,7 +38,10 @@ class ComparedIndexMachine(RuleBasedStateMachine):
     """Call `begin` first; the rules are those of the machines that are made of it.
 
     They have `hash_of`, the sequence hash of a content, and `parent_of`, the content before it.
+    tells_reports: whether a store of what is there may be a report that brings no copies.
     """
+
+    tells_reports = True
 
     def begin(self, block_size, ranks, algorithms=MappingProxyType({}), max_blocks=None):
         """`algorithms`: of ranks that name blocks otherwise, as another engine kind would."""
@@ -71,7 +76,7 @@ class ComparedIndexMachine(RuleBasedStateMachine):
         self.reference.confirm(rank, contents)
         num_stored, num_rejected = len(contents), 0
         if cxl is None:
-            from_start = event.parent is None and label is None
+            from_start = self.tells_reports and event.parent is None and label is None
             self.reference.store(rank, event.tier, contents, from_start=from_start)
         else:
             num_stored, num_rejected = self.reference.store_cxl(rank, event.tier, contents, cxl)
@@ -186,4 +191,19 @@ class AppliesRecords:
         applied, at = ApplyResult(), 0
         while at < records.num_events:
             at = self.index.apply_records(rank, records, at, 1, applied)
+        return applied
+
+
+class AppliesPacked:
+    """A machine's `apply`, with packed events, a few blocks in each slice."""
+
+    tells_reports = False
+
+    def apply(self, rank, *events):
+        packed_events = [each for event in events for each in as_packed(self.index, rank, event)]
+        run, applied = PackedRun(packed.encode(packed_events)), ApplyResult()
+        while not run.is_done:
+            self.index.events.apply_packed_run(rank, run, run.num_events, 1, applied)
+        if rank not in self.index.numbers:
+            applied.reject(RejectReason.UNKNOWN_RANK, len(events) - len(packed_events))
         return applied

@@ -17,7 +17,7 @@ from kvplug.events import (
 )
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.index.apply_result import RejectReason
-from tests.index.compared_index import AppliesRecords, ComparedIndexMachine
+from tests.index.compared_index import AppliesPacked, AppliesRecords, ComparedIndexMachine
 
 BLOCK_SIZE = 2
 # Two ranks of one worker; c hashes otherwise than the rest, as another engine kind would.
@@ -164,7 +164,13 @@ class RecordedIndexMachine(AppliesRecords, IndexMachine):
     """The same, with the bytes of every event read and applied by the kernels where they can."""
 
 
+class PackedIndexMachine(AppliesPacked, IndexMachine):
+    """The same, with packed events, as kvplug's own stream has them."""
+
+
 TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(stateful_step_count=30)
 TestRecordedIndexMachine = RecordedIndexMachine.TestCase
 TestRecordedIndexMachine.settings = settings(stateful_step_count=30)
+TestPackedIndexMachine = PackedIndexMachine.TestCase
+TestPackedIndexMachine.settings = settings(stateful_step_count=30)

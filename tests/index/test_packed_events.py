@@ -189,9 +189,9 @@ def test_names_without_hashes_are_counted():
 
 def test_a_header_of_another_form_is_read():
     """A version in two bytes is a version."""
-    assert msgspec.msgpack.decode(b"\x91\xcc\x01") == [1]
+    assert msgspec.msgpack.decode(b"\x91\xcc\x02") == [2]
     index = new_index()
-    index.apply_packed(A, b"\x91\xcc\x01")
+    index.apply_packed(A, b"\x91\xcc\x02")
     assert len(index) == 0
 
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from kvplug.events import BlockStored, CxlMetadata, CxlState, MoeLabel, Rank, Tier
 from kvplug.hashing import as_tokens
 from kvplug.index.moe_labels import MoeLabels
-from tests.index.compared_index import AppliesRecords, ComparedIndexMachine
+from tests.index.compared_index import AppliesPacked, AppliesRecords, ComparedIndexMachine
 
 RANKS = [Rank("a"), Rank("a", 1), Rank("b")]
 # Three blocks in a row; a content is the tokens up to its end.
@@ -91,7 +91,13 @@ class RecordedPooledIndexMachine(AppliesRecords, PooledIndexMachine):
     """The same, with the bytes of plain events read and applied by the kernels."""
 
 
+class PackedPooledIndexMachine(AppliesPacked, PooledIndexMachine):
+    """The same, with packed events, as kvplug's own stream has them."""
+
+
 TestPooledIndexMachine = PooledIndexMachine.TestCase
 TestPooledIndexMachine.settings = settings(stateful_step_count=30)
 TestRecordedPooledIndexMachine = RecordedPooledIndexMachine.TestCase
 TestRecordedPooledIndexMachine.settings = settings(stateful_step_count=30)
+TestPackedPooledIndexMachine = PackedPooledIndexMachine.TestCase
+TestPackedPooledIndexMachine.settings = settings(stateful_step_count=30)
