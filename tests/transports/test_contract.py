@@ -202,7 +202,7 @@ async def test_a_source_may_be_opened_before_its_publisher(engine, source):
 async def test_a_replay_begins_where_it_is_asked_to(replaying, source):
     for number in range(40):
         replaying.publish(b"%d" % number)
-    answer = source.request_replay(3)
+    answer = source.request_replay((3).to_bytes(8, "big"), None)
     answered = await receive(answer, 37, part=32)
     assert [said.sequence for said in answered] == list(range(3, 40))
     assert answered[0].payload == b"3"
@@ -213,7 +213,7 @@ async def test_a_replay_begins_where_it_is_asked_to(replaying, source):
 @pytest.mark.parametrize("first", [0, 7])
 @pytest.mark.usefixtures("replaying")
 async def test_an_empty_replay_ends(source, first):
-    answer = source.request_replay(first)
+    answer = source.request_replay(first.to_bytes(8, "big"), None)
     await until(lambda: answer.receive(10) or answer.is_ended, "the end is told")
     answer.close()
     answer.close()
@@ -297,3 +297,19 @@ async def test_publishers_in_this_process_may_share_an_endpoint(router):
     await until(lambda: blocks_of(router) == [11_000], "the worker's block is known")
     await until(lambda: len(events.dispatcher.unknown) == 2, "the others are counted")
     events.stop()
+
+
+async def test_an_endpoint_that_the_publisher_names_is_asked(replaying, source):
+    replaying.publish(b"said")
+    named = replaying.replay.replace("127.0.0.1", "*")
+    answer = source.request_replay((0).to_bytes(8, "big"), named)
+    assert [said.payload for said in await receive(answer, 1)] == [b"said"]
+    await until(lambda: answer.receive(10) or answer.is_ended, "the end is told")
+    answer.close()
+
+
+def test_without_an_endpoint_nobody_is_asked(engine):
+    source = engine.transport.connect(engine.endpoint, "kv@", None)
+    with pytest.raises(TransportError, match="expected a replay endpoint"):
+        source.request_replay(b"", None)
+    source.close()

@@ -7,9 +7,10 @@ import threading
 import pytest
 import zmq
 
+from kvplug.curve_keys import ClientKeys
 from kvplug.errors import TransportError
 from kvplug.transports.base import Connection, Message
-from kvplug.transports.zmq import ZmqTransport, message_of
+from kvplug.transports.zmq import ZmqTransport, message_of, reachable
 from tests.waiting import until
 
 
@@ -162,3 +163,56 @@ def test_the_parts_of_a_message_have_names():
 @pytest.mark.parametrize("frames", [[], [b"p"], [b"t", b"\x01", b"p"], [b"", b"t", bytes(8), b"p"]])
 def test_other_frames_are_malformed(frames):
     assert message_of(frames).malformed.startswith("cannot read a message: expected")
+
+
+@pytest.mark.parametrize(
+    ("named", "connected", "expected"),
+    [
+        ("tcp://*:5558", "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558"),
+        ("tcp://0.0.0.0:5558", "tcp://engine.svc:5557", "tcp://engine.svc:5558"),
+        ("tcp://[::]:5558", "tcp://[fe80::1]:5557", "tcp://[fe80::1]:5558"),
+        ("tcp://10.0.0.8:5558", "tcp://10.0.0.7:5557", "tcp://10.0.0.8:5558"),
+        ("tcp://10.0.0.8:5558", "ipc:///run/kv", "tcp://10.0.0.8:5558"),
+        ("ipc:///run/asks", "ipc:///run/kv", "ipc:///run/asks"),
+    ],
+)
+def test_what_a_publisher_names_is_seen_from_where_its_stream_is(named, connected, expected):
+    assert reachable(named, connected) == expected
+
+
+@pytest.mark.parametrize(
+    ("named", "connected"),
+    [
+        ("ipc:///run/asks", "tcp://10.0.0.7:5557"),
+        ("inproc://asks", "tcp://10.0.0.7:5557"),
+        ("tcp://*:5558", "ipc:///run/kv"),
+        ("tcp://10.0.0.7:*", "tcp://10.0.0.7:5557"),
+        ("tcp://10.0.0.7", "tcp://10.0.0.7:5557"),
+        ("", "tcp://10.0.0.7:5557"),
+        ("nonsense", "tcp://10.0.0.7:5557"),
+    ],
+)
+def test_what_a_publisher_must_not_name_is_refused(named, connected):
+    with pytest.raises(TransportError, match="expected an endpoint like tcp://"):
+        reachable(named, connected)
+
+
+def test_client_keys_bind_nothing():
+    keys = ClientKeys(b"public", b"server", b"secret")
+    transport = ZmqTransport(keys=keys)
+    with pytest.raises(TransportError, match="expected publishers to connect to"):
+        transport.bind("tcp://127.0.0.1:*", "")
+    transport.close()
+
+
+async def test_a_handshake_that_fails_loses_nothing(context, opened):
+    """ZMQ tries again after a pause; the event thread would at once."""
+    plain = context.socket(zmq.REP)  # no peer of a subscription
+    plain.bind("tcp://127.0.0.1:*")
+    monitor = plain.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    source = opened(plain.getsockopt_string(zmq.LAST_ENDPOINT))
+    await until(lambda: monitor.poll(0), "they do not fit together")
+    assert source.connection_changes() == []
+    plain.disable_monitor()
+    monitor.close()
+    plain.close()
