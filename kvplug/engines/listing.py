@@ -139,7 +139,8 @@ class _Listed:
         """Host memory: nobody expects blocks there to stay. A rank that has only groups with
         windows has none, and takes a group.
         """
-        if self._listing.is_hybrid and self._listing.main is None:
+        has_main = self._listing.main is not None or self._has(HOST).any() or self._has(DISK).any()
+        if self._listing.is_hybrid and not has_main and self._listing.others:
             return GROUP + min(self._listing.others)
         return HOST
 

@@ -42,6 +42,7 @@ class ResidentGroups:
     def __init__(self, has_main: Callable[[], bool], is_on_device: Callable[[], bool]) -> None:
         self._has_main, self._is_on_device = has_main, is_on_device
         self.is_hybrid = False
+        self.num_changes = 0
         self.main: int | None = 0
         self.others: dict[int, GroupKind] = {}
 
@@ -52,13 +53,16 @@ class ResidentGroups:
             if event.group == 0 and kind.is_full:
                 return int(event.tier)
             self.is_hybrid, self.main = True, 0 if self._has_main() else None
+            self.num_changes += 1
         if isinstance(event, BlockCopied) and kind.is_full and event.group in self.others:
             kind = self.others[event.group]  # a copy need not say it
         if self._is_main(event.group, kind):
             return int(event.tier)
         if event.tier is not Tier.DEVICE:
             return None
-        self.others[event.group] = kind
+        if self.others.get(event.group) != kind:
+            self.others[event.group] = kind
+            self.num_changes += 1
         return GROUP + event.group
 
     def holder_of(self, group: int, tier: Tier) -> int | None:
@@ -71,8 +75,10 @@ class ResidentGroups:
     def _is_main(self, group: int, kind: GroupKind) -> bool:
         if kind.is_full and self.main is None and group not in self.others:
             self.main = group
+            self.num_changes += 1
         if self.main == group and not kind.is_full and not self._is_on_device():
             self.main = None
+            self.num_changes += 1
         return group == self.main
 
 

@@ -121,6 +121,11 @@ class ResidentPools:
         if not self._num_placed[place]:
             del self._num_placed[place]
 
+    def forget_pool(self, hash_: int) -> None:
+        """The block is about to lose its copy in a pool, if it has one."""
+        if self._is_pooled(hash_):
+            self.erase(hash_)
+
     def _is_pooled(self, hash_: int) -> bool:
         known = self.metadata.get(hash_)
         return known is not None and known.state is CxlState.CXL_POOLED

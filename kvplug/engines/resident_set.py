@@ -125,11 +125,15 @@ class ResidentSet:
 
     def apply(self, event: Event) -> list[PackedEvent]:
         """Remember an event; what to send for it, nothing if it changes nothing."""
+        num_changes = self.groups.num_changes
         try:
-            return _APPLY[type(event)](self, event)
+            packed = _APPLY[type(event)](self, event)
         except HashingError:
             self.defects["bad_value"] += 1
             return []
+        if not packed and num_changes != self.groups.num_changes:
+            return [_declared(event)]
+        return packed
 
     # Stored and copied blocks.
 
@@ -227,7 +231,7 @@ class ResidentSet:
         seeds = {seed for seed, name in self._adapters.items() if name == adapter}
         old = [slot for slot in self._blocks.slot_of.values() if self._blocks.seeds[slot] in seeds]
         for slot in old:
-            self._pools.erase(self._blocks.hashes[slot])
+            self._pools.forget_pool(self._blocks.hashes[slot])
             self._blocks.drop_everywhere(slot)
         return bool(old)
 
@@ -317,6 +321,12 @@ _APPLY: Final[dict[type[Event], Callable[..., list[PackedEvent]]]] = {
     AllBlocksCleared: ResidentSet._clear,
     CxlStateTransition: ResidentSet._move,
 }
+
+
+def _declared(event: Event) -> PackedEvent:
+    """What an event says of its group, and nothing of its blocks."""
+    assert isinstance(event, BlockStored | BlockCopied)
+    return PackedCopied((), event.tier, event.group, event.attention, event.sliding_window)
 
 
 def _packed_store(event: BlockStored, hashes: list[int], seed: int) -> PackedStored:
