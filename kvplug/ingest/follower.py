@@ -28,6 +28,7 @@ from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
+from kvplug.protocol import WorkerHello
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 from kvplug.transports.base import Message
@@ -130,6 +131,7 @@ class Follower:
         self.rank = rank
         self.connected = False
         self.num_messages = 0
+        self.about: WorkerHello | None = None
         self._router, self._evidence = router, evidence
         self._contradiction: TrustState | None = None
         self._has_started_over = False

@@ -46,8 +46,9 @@ class Health:
 
     def _worker(self, worker: Worker, ledgers: Mapping[Rank, RankLedger]) -> dict[str, Any]:
         return {
+            "name": worker.name,
             "url": worker.url,
-            "state": "up" if worker.is_up else "down",
+            "state": _state(worker),
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
@@ -70,6 +71,13 @@ class Health:
         follower = self._fleet.follower_of(rank)
         endpoint = self._fleet.events_endpoint_of(rank)
         return None if follower is None else _of_stream(follower, endpoint)
+
+
+def _state(worker: Worker) -> str:
+    """`unknown`: nobody has said yet where its API is."""
+    if worker.is_up:
+        return "up"
+    return "unknown" if worker.url is None else "down"
 
 
 def _cache(size: CacheSize) -> dict[str, Any]:

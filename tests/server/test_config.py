@@ -21,6 +21,19 @@ def test_a_worker_is_read_with_its_settings():
     assert WorkerSpec.parse("https://host/base/").url == "https://host/base"
 
 
+def test_a_worker_may_be_named_by_its_event_endpoint_alone():
+    spec = WorkerSpec.parse("tcp://127.0.0.1:5557,dp_size=2")
+    assert spec == WorkerSpec(events="tcp://127.0.0.1:5557", dp_size=2)
+    assert spec.name == "tcp://127.0.0.1:5557"
+    assert WorkerSpec.parse("ipc:///run/events").name == "ipc:///run/events"
+    assert WorkerSpec.parse(WORKER).name == "http://127.0.0.1:8100"
+
+
+def test_a_worker_has_an_address():
+    with pytest.raises(ConfigError, match="needs a url or an events endpoint"):
+        WorkerSpec(topic="kv@a")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -33,10 +46,12 @@ def test_a_worker_is_read_with_its_settings():
         "http://host,event=tcp://127.0.0.1:5557",
         "http://host,events=5557",
         "http://host,events=tcp://a:1,events=tcp://b:2",
+        "tcp://a:1,events=tcp://b:2",
+        "inproc://events",
     ],
 )
 def test_a_malformed_worker_is_rejected_with_the_form(text):
-    with pytest.raises(ConfigError, match="expected URL") as rejected:
+    with pytest.raises(ConfigError, match="expected ADDRESS") as rejected:
         WorkerSpec.parse(text)
     assert f"worker {text!r}" in str(rejected.value)
 

@@ -57,6 +57,9 @@ def _checks_of(view: WorkerView) -> _Checks:
 
 
 def _worker_down(view: WorkerView) -> Finding:
+    if not view.is_found:
+        seen, _, fix = str(view.down_because).partition("; ")
+        return Finding(view.name, Code.WORKER_UNKNOWN, "the URL of its API", seen, fix)
     fix = "start the engine, or take the worker out of the router's --worker list"
     if str(view.down_because).startswith("401"):
         fix = "put the engine's key into a file and name it with --worker-api-key-file"
@@ -68,6 +71,11 @@ def _events(view: WorkerView) -> Found:
     if view.facts.publishes is False:
         fix = f"start the engine with --kv-events-config '{_config(view)}'"
         yield Finding(view.name, Code.EVENTS_OFF, "KV events", "an engine without", fix)
+    elif view.events is None and view.unreached is not None:
+        seen = f"{view.unreached}, which is not reached from the router's machine"
+        fix = "have the engine publish at an address of its machine (tcp://*:5557), or name one "
+        fix += "with events="
+        yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", seen, fix)
     elif view.events is None:
         fix = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
         yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", fix)
@@ -308,11 +316,11 @@ def _models_differ(views: Sequence[WorkerView]) -> Found:
     roots: dict[str, tuple[str, str]] = {}
     for view in views:
         for model, root in view.models.items():
-            first_url, first = roots.setdefault(model, (view.url, root))
+            first_worker, first = roots.setdefault(model, (view.worker, root))
             if PurePosixPath(root).name != PurePosixPath(first).name:
-                expected = f"model {model!r} loaded from {first!r}, as on {first_url}"
+                expected = f"model {model!r} loaded from {first!r}, as on {first_worker}"
                 fix = "give different models different names (--served-model-name)"
-                yield Finding(view.url, Code.MODEL, expected, repr(root), fix)
+                yield Finding(view.worker, Code.MODEL, expected, repr(root), fix)
 
 
 def _versions_differ(views: Sequence[WorkerView]) -> Found:
@@ -322,9 +330,9 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
             continue
         first = firsts.setdefault(view.facts.engine, view)
         if first.facts.version != view.facts.version:
-            expected = f"{view.facts.engine} {first.facts.version}, as on {first.url}"
+            expected = f"{view.facts.engine} {first.facts.version}, as on {first.worker}"
             fix = "run one version, or take the finding for a note while you upgrade"
-            yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, fix)
+            yield Finding(view.worker, Code.ENGINE_VERSION, expected, view.facts.version, fix)
 
 
 _Checks = tuple[Callable[[WorkerView], Found], ...]

@@ -20,6 +20,7 @@ class Code(StrEnum):
     """The causes that are known by name."""
 
     WORKER_DOWN = "worker_down"
+    WORKER_UNKNOWN = "worker_unknown"
     NO_EVENT_ENDPOINT = "no_event_endpoint"
     EVENTS_OFF = "events_off"
     EVENTS_DISCONNECTED = "events_disconnected"

@@ -71,7 +71,19 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
     [
         ({"down_because": "gone"}, Code.WORKER_DOWN, "gone", "start the engine"),
         ({"facts": facts(publishes=False)}, Code.EVENTS_OFF, "without", "--kv-events-config '{"),
+        (
+            {"down_because": "no URL; set it", "is_found": False},
+            Code.WORKER_UNKNOWN,
+            "no URL",
+            "set it",
+        ),
         ({"events": None, "stream": None}, Code.NO_EVENT_ENDPOINT, "none", "events="),
+        (
+            {"events": None, "stream": None, "unreached": "tcp://127.0.0.1:5557"},
+            Code.NO_EVENT_ENDPOINT,
+            "tcp://127.0.0.1:5557",
+            "an address of its machine",
+        ),
         ({"stream": stream(connected=False)}, Code.EVENTS_DISCONNECTED, "no connection", "`*`"),
         ({"facts": facts(topic="other")}, Code.TOPIC, "'other'", "topic="),
         (
