@@ -79,6 +79,7 @@ class Api:
             served.root,
             is_chat=is_chat,
             size=len(raw),
+            digests=self._fleet.tokenizers_of(model),
         )
         forward = Forward(
             model=model,

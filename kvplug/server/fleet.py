@@ -49,8 +49,9 @@ class Worker:
     url: of its API; None until its publisher says it, if it was named by its event endpoint;
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
     name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
-    from, of former adapters, too; num_times_up: how often it came up, as each time it may be
-    another engine; num_failed_looks: since it last answered one.
+    from, of former adapters, too; tokenizer: the digest that its hello said last; num_times_up:
+    how often it came up, as each time it may be another engine; num_failed_looks: since it last
+    answered one.
     """
 
     spec: WorkerSpec
@@ -59,6 +60,7 @@ class Worker:
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
     lora_paths: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
     num_times_up: int = 0
     num_failed_looks: int = 0
     url: str | None = field(init=False)
@@ -173,6 +175,10 @@ class Fleet:
         """
         return self._table.workers(model)
 
+    def tokenizers_of(self, model: str) -> frozenset[str]:
+        """The digests of the tokenizers that those workers have, as far as they say so."""
+        return self._tokenizers.get(model, frozenset())
+
     def block_size_of(self, worker: Worker) -> int | None:
         """Tokens per block; None while neither a flag nor an event said it."""
         return self._router.fleet_index.block_size_of(worker.name)
@@ -189,11 +195,22 @@ class Fleet:
         if was_up:
             self._note_models()
 
+    def _note_tokenizer(self, worker: Worker) -> None:
+        said = worker.about.tokenizer if worker.about is not None else ""
+        if said != worker.tokenizer:
+            worker.tokenizer = said
+            self._note_models()
+
     def _note_models(self) -> None:
         """A worker came up, went down, or serves something else."""
         up = {name: each.models for name, each in self.workers.items() if each.is_up}
         down = {name: each.models for name, each in self.workers.items() if not each.is_up}
         self._table = ModelTable(up, down)
+        digests = {name: each.tokenizer for name, each in self.workers.items() if each.tokenizer}
+        said = {model: self._table.workers(model) & digests.keys() for model in self._table.known}
+        self._tokenizers = {
+            model: frozenset(digests[name] for name in names) for model, names in said.items()
+        }
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -211,6 +228,7 @@ class Fleet:
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0
+        self._note_tokenizer(worker)
         if models != worker.models:
             worker.models = models
             self._note_models()

@@ -133,6 +133,8 @@ class Diagnosis:
             tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
             if tokenizer is None:
                 continue
+            if worker.tokenizer not in ("", tokenizer.digest):
+                return Disagreement(ours=_file(tokenizer.digest), theirs=_file(worker.tokenizer))
             found = await compare_tokenization(self._prober, url, model, tokenizer)
             if found is not None:
                 return found
@@ -201,3 +203,7 @@ class Diagnosis:
             return False
         since = self._away_since.setdefault(follower.rank, time.monotonic())
         return time.monotonic() - since >= self._connect_grace_s
+
+
+def _file(digest: str) -> str:
+    return f"a tokenizer.json with the SHA-256 {digest}..."
