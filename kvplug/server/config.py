@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvplug.curve_keys import ClientKeys
 from kvplug.errors import ConfigError, TransportError
 from kvplug.events import MAX_BLOCK_SIZE, MAX_DP_SIZE
 from kvplug.router.config import RouterConfig
@@ -162,6 +163,19 @@ class ServerConfig:
         "([events](events.md#who-connects-to-whom))",
         flag="--events-bind ENDPOINT",
     )
+    events_key_file: Path | None = setting(
+        None,
+        "the router's secret [CURVE key](security.md#keys), a `.key_secret` file of "
+        "`zmq.auth.create_certificates`: all event streams are encrypted, and followed only from "
+        "publishers with the key in `--events-server-key`. Stock publishers have none, so they "
+        "cannot be followed then",
+        flag="--events-key-file FILE",
+    )
+    events_server_key: Path | None = setting(
+        None,
+        "the public CURVE key of the engines' publishers, a `.key` file; with `--events-key-file`",
+        flag="--events-server-key FILE",
+    )
     max_body_bytes: int = setting(
         32 * 2**20,
         "largest request body; a larger one gets 413",
@@ -223,7 +237,7 @@ class ServerConfig:
         check_settings(self)
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
-        _ = self.worker_api_key  # checks itself
+        _ = self.worker_api_key, self.event_keys  # check themselves
         self._require_topics()
         self._require_urls()
 
@@ -242,6 +256,23 @@ class ServerConfig:
                 f"{str(self.worker_api_key_file)!r}, got none or others"
             )
         return key
+
+    @property
+    def event_keys(self) -> ClientKeys | None:
+        """Read from their files, too; None: event streams are not encrypted."""
+        if self.events_key_file is None and self.events_server_key is None:
+            return None
+        if self.events_key_file is None or self.events_server_key is None:
+            raise ConfigError(
+                "events_key_file, events_server_key: expected both, the router's secret key and "
+                "the public key of the engines' publishers; got one"
+            )
+        if self.events_bind is not None:
+            raise ConfigError(
+                "events_bind: expected none with events_key_file, as engines that connect to the "
+                "router cannot be checked; name each engine's endpoint with events="
+            )
+        return ClientKeys.from_files(self.events_key_file, self.events_server_key)
 
     def _require_distinct(self, name: str) -> None:
         """Two engines never share an address; a copied one would mix their blocks."""

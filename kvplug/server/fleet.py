@@ -261,7 +261,9 @@ class Fleet:
         for other in self.workers.values():
             if other is not worker and other.url == url:
                 raise ValueError(f"its hello says {url}, which is worker {other.name} already")
-        worker.url = url
+        if url != worker.url:
+            logger.info("worker %s: its API is at %s", worker.name, url)
+            worker.url, worker.down_because = url, "not looked at yet"
 
     async def _ask_for_sources(self, worker: Worker) -> Sequence[RankSource]:
         """What the engine says of its ranks; nothing if it knows no such question."""
@@ -332,8 +334,9 @@ class Fleet:
             return  # it may be busy
         if worker.down_because != reason:
             logger.warning(
-                "worker %s is not reachable: %s; looking again every %g s",
+                "worker %s %s: %s; looking again every %g s",
                 _shown(worker),
+                "is not known yet" if worker.url is None else "is not reachable",
                 reason,
                 self._config.health_interval_s,
             )

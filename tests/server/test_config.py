@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from kvplug.errors import ConfigError
-from kvplug.router.config import Mode
+from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.transports import TRANSPORTS
@@ -95,6 +95,36 @@ def test_a_block_size_that_is_none_is_rejected(size):
         ({"grace_s": 0}, "grace_s must be above 0"),
         ({"health_interval_s": -1}, "health_interval_s must be above 0"),
         ({"worker_api_key_file": Path("/nowhere")}, "worker_api_key_file: cannot be read: "),
+        ({"events_key_file": Path("/nowhere")}, "events_server_key: expected both"),
+        ({"events_server_key": Path("/nowhere")}, "events_server_key: expected both"),
+        (
+            {"events_key_file": Path("/nowhere"), "events_server_key": Path("/nowhere")},
+            "cannot use the key file /nowhere: expected a certificate",
+        ),
+        (
+            {
+                "events_key_file": Path("/nowhere"),
+                "events_server_key": Path("/nowhere"),
+                "events_bind": "tcp://*:5557",
+            },
+            "events_bind: expected none with events_key_file",
+        ),
+        (
+            {
+                "workers": [
+                    WorkerSpec(events="tcp://c:1"),
+                    WorkerSpec(url="http://a", events="tcp://c:1"),
+                ]
+            },
+            "'tcp://c:1' and 'http://a' have the same events=tcp://c:1",
+        ),
+        (
+            {
+                "workers": [WorkerSpec(events="tcp://c:1")],
+                "router": RouterConfig(use_kv_events=False),
+            },
+            "worker 'tcp://c:1': expected the URL of its API, as this router follows no events",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(settings, sentence):

@@ -68,6 +68,8 @@ async def _findings(arguments: argparse.Namespace) -> list[Finding]:
         router=RouterConfig(block_size=arguments.block_size),
         tokenizer=arguments.tokenizer,
         worker_api_key_file=arguments.worker_api_key_file,
+        events_key_file=arguments.events_key_file,
+        events_server_key=arguments.events_server_key,
     )
     async with Upstream(config) as upstream:
         return await _ask_workers(config, upstream.session)
@@ -119,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", default=_DEFAULT_URL, help="a running router, which knows most")
-    form = "URL[,events=ENDPOINT][,topic=PREFIX][,dp_size=N]"
+    form = "ADDRESS[,events=ENDPOINT][,topic=PREFIX][,dp_size=N]"
     text = "ask this engine instead of a router; repeat for each"
     add("--worker", action="append", default=[], metavar=form, help=text)
     text = "tokens per block that the router is to have; with --worker"
@@ -128,4 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
     text = "holds the key of engines that demand one; with --worker"
     add("--worker-api-key-file", type=Path, metavar="FILE", help=text)
+    text = "the secret CURVE key that the router is to have; with --worker"
+    add("--events-key-file", type=Path, metavar="FILE", help=text)
+    text = "the public CURVE key of the engines' publishers; with --worker"
+    add("--events-server-key", type=Path, metavar="FILE", help=text)
     return parser
