@@ -82,7 +82,8 @@ async def test_two_names_of_one_engine_are_one_worker():
         say(service, FIRST, url=url)
         await until(lambda: "already" in workers[FIRST].down_because, "it is refused")
         assert workers[FIRST].down_because == f"its hello says {url}, which is worker {url} already"
-        assert workers[url].is_up and workers[FIRST].url is None
+        assert workers[url].is_up
+        assert workers[FIRST].url is None
 
 
 async def test_no_hello_takes_requests_away_from_an_engine_that_answers():
