@@ -17,6 +17,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import TrustState
+from kvplug.protocol import MAJOR
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
@@ -120,6 +121,8 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
     return {
         "endpoint": endpoint,
         "connected": follower.connected,
+        "wire": _wire(follower),
+        "hello": msgspec.to_builtins(follower.about),
         **_trust(follower.trust),
         "last_sequence": follower.sequencer.last,
         "messages": follower.num_messages,
@@ -130,6 +133,13 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
         "blocks_removed": follower.num_removed,
         "skipped": dict(follower.skipped),
     }
+
+
+def _wire(follower: Follower) -> str | None:
+    """Whose messages come; None while none has come."""
+    if follower.about is not None:
+        return f"kvplug {MAJOR}"
+    return "stock" if follower.num_messages else None
 
 
 def _replays(follower: Follower) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from kvplug.audit.contradictions import Blocks, Scope
 from kvplug.audit.ledger import RankLedger
 from kvplug.index.apply_result import RejectReason
+from kvplug.protocol import MAJOR
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.view import WorkerView
 
@@ -26,10 +27,12 @@ _MAX_OTHER_COUNTS = 0.01
 _MIN_AUDITED = 200
 _MAX_INCORRECT = 0.01
 
+_OTHER_VERSION = "unsupported_version"
 _SKIPS_OF_THEIR_OWN = {
     RejectReason.BLOCK_SIZE.value,
     RejectReason.UNKNOWN_PARENT.value,
     RejectReason.REFUSED_TIER.value,
+    _OTHER_VERSION,
 }
 # Understood and left out on purpose, or answered by following on.
 _HARMLESS_SKIPS = {
@@ -84,6 +87,11 @@ def _events(view: WorkerView) -> Found:
             "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
             "binds only an address with a `*`, and connects to any other"
         )
+        if view.has_keys:
+            fix = (
+                "only publishers with the key in --events-server-key are followed, so give the "
+                "engine's kvplug its secret key; a stock publisher has none: follow it without keys"
+            )
         yield Finding(view.name, Code.EVENTS_DISCONNECTED, view.events, "no connection", fix)
 
 
@@ -158,7 +166,16 @@ def _skipped(view: WorkerView) -> Found:
         yield Finding(view.name, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
 
 
+def _protocol_version(view: WorkerView) -> Found:
+    if view.stream is not None and view.stream.skipped[_OTHER_VERSION]:
+        expected, seen = f"version {MAJOR} of kvplug's wire format", "another version"
+        fix = "install the same release of kvplug in the engine and the router"
+        yield Finding(view.name, Code.PROTOCOL_VERSION, expected, seen, fix)
+
+
 def _replay_off(view: WorkerView) -> Found:
+    if view.stream is not None and view.stream.answers:
+        return
     if view.facts.publishes and view.facts.replays is False:
         fix = 'add "replay_endpoint": "tcp://*:6557" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
@@ -338,7 +355,7 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
 _Checks = tuple[Callable[[WorkerView], Found], ...]
 _OF_EVENTS: _Checks = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
-    *(_event_format, _hash_mismatch, _contradicted),
+    *(_protocol_version, _event_format, _hash_mismatch, _contradicted),
 )
 _OF_RANK: _Checks = (_block_size, _cache_capacity, _incorrect_routing)
 _OF_WORKER: _Checks = (_prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens)

@@ -26,6 +26,7 @@ class Code(StrEnum):
     EVENTS_DISCONNECTED = "events_disconnected"
     TOPIC = "topic"
     NO_EVENTS = "no_events"
+    PROTOCOL_VERSION = "protocol_version"
     EVENTS_SKIPPED = "events_skipped"
     EVENTS_INCOMPLETE = "events_incomplete"
     REPLAY_OFF = "replay_off"

@@ -18,13 +18,15 @@ from kvplug.server.diagnosis.facts import EngineFacts
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
     """A worker's event stream. incomplete: why not all of its blocks are known,
-    or None; fix: of that; can_replay: whether the router can ask for what it missed.
+    or None; fix: of that; can_replay: whether the router can ask for what it missed; answers: the
+    publisher said itself where to ask.
     """
 
     connected: bool
     incomplete: str | None = None
     fix: str = ""
     can_replay: bool = True
+    answers: bool = False
     num_messages: int = 0
     num_stored: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -44,7 +46,8 @@ class WorkerView:
 
     is_found: whether it is known where its API is; uses_events: whether the router goes by events;
     block_size (None until it is known), cache_size, num_ranks, topic: what the router goes by;
-    events: the endpoint that is followed; unreached: where it publishes, if that is out of reach;
+    events: the endpoint that is followed; has_keys: whether only publishers with a key are;
+    unreached: where it publishes, if that is out of reach;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
     hashes_alone: its engine hashes differ from the other workers' for equal blocks.
@@ -59,6 +62,7 @@ class WorkerView:
     cache_size: CacheSize = field(default_factory=CacheSize)
     num_ranks: int = 1
     events: str | None = None
+    has_keys: bool = False
     unreached: str | None = None
     topic: str = ""
     stream: StreamView | None = None

@@ -66,6 +66,10 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
     assert check_all([view(facts=EngineFacts(), ledger=None, stream=quiet)]) == []
 
 
+def test_a_publisher_that_says_where_to_ask_needs_no_replay_endpoint():
+    assert check_all([view(facts=facts(replays=False), stream=stream(answers=True))]) == []
+
+
 @pytest.mark.parametrize(
     ("more", "code", "seen", "fix"),
     [
@@ -85,6 +89,18 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
             "an address of its machine",
         ),
         ({"stream": stream(connected=False)}, Code.EVENTS_DISCONNECTED, "no connection", "`*`"),
+        (
+            {"stream": stream(connected=False), "has_keys": True},
+            Code.EVENTS_DISCONNECTED,
+            "no connection",
+            "a stock publisher has none",
+        ),
+        (
+            {"stream": stream(skipped=Counter(unsupported_version=3))},
+            Code.PROTOCOL_VERSION,
+            "another version",
+            "the same release",
+        ),
         ({"facts": facts(topic="other")}, Code.TOPIC, "'other'", "topic="),
         (
             {
