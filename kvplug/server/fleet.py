@@ -314,8 +314,9 @@ class Fleet:
         text = "no endpoint of its events is known; start the engine with --kv-events-config, and "
         text += "name its endpoint with events="
         if unreached[0] is not None:
-            text = f"its events are at {unreached[0]}, which is not reached from here; have the "
-            text += "engine bind an address of its machine (tcp://*:5557), or name it with events="
+            text = f"its events are at {unreached[0]}, which is not reached from here; publish at "
+            text += "an address of its machine (tcp://*:5557 with a stock publisher, "
+            text += "tcp://0.0.0.0:5557 with kvplug's), or name it with events="
         names = ", ".join(map(str, unknown))
         logger.warning("%s: only its load counts, as %s", names, text)
 

@@ -76,8 +76,10 @@ def _events(view: WorkerView) -> Found:
         yield Finding(view.name, Code.EVENTS_OFF, "KV events", "an engine without", fix)
     elif view.events is None and view.unreached is not None:
         seen = f"{view.unreached}, which is not reached from the router's machine"
-        fix = "have the engine publish at an address of its machine (tcp://*:5557), or name one "
-        fix += "with events="
+        fix = (
+            "have the engine publish at an address of its machine (tcp://*:5557 with a stock "
+            "publisher, tcp://0.0.0.0:5557 with kvplug's), or name one with events="
+        )
         yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", seen, fix)
     elif view.events is None:
         fix = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
