@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from kvplug.errors import ConfigError
+from kvplug.errors import ConfigError, TransportError
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 8.0
@@ -56,6 +56,26 @@ def local_endpoint(endpoint: str) -> str | None:
     if port in ("0", "*"):
         return None  # not bound yet, so nobody knows the port
     return f"tcp://{_LOCAL_ADDRESS.get(host, host)}:{port}"
+
+
+def answers_beside(endpoint: str) -> str:
+    """Where asks are taken if nobody says it: a free port of the same address, or a name beside."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "tcp":
+        return f"{endpoint}_answers"
+    return f"tcp://{address.rpartition(':')[0]}:0"
+
+
+def bind_or_raise(binding: Binding, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Bind now; TransportError, and no context any more, if the address is taken."""
+    try:
+        binding.bind()
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise TransportError(
+            f"cannot publish events at {binding.endpoint!r}: expected a free endpoint like "
+            f"tcp://127.0.0.1:5557, got: {error}"
+        ) from error
 
 
 class Binding:

@@ -19,10 +19,10 @@ from typing import Any, Final
 
 import zmq
 
-from kvplug.engines.binding import Binding
+from kvplug.curve_keys import ServerKeys
+from kvplug.engines.binding import Binding, bind_or_raise
 from kvplug.engines.replay_server import History, ReplayServer
 from kvplug.engines.settings import PublisherConfig
-from kvplug.errors import TransportError
 
 STOP_LIMIT_S: Final = 1.0
 """How long `shutdown` waits for what is queued, for a replay, for subscribers that still read."""
@@ -47,6 +47,7 @@ class Publisher:
         encode: Callable[[Any], bytes],
         logger: logging.Logger,
         *,
+        keys: ServerKeys | None = None,
         must_bind: bool = False,
     ) -> None:
         """`must_bind`: TransportError if an address is taken; else it is tried again."""
@@ -59,7 +60,7 @@ class Publisher:
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
         self._stopping = self._drops_are_named = False
-        self._open(endpoint, replay_endpoint, config.hwm)
+        self._open(endpoint, replay_endpoint, config.hwm, keys)
         self._bind(must_bind)
         self._start()
 
@@ -72,6 +73,11 @@ class Publisher:
     def replay_endpoint(self) -> str | None:
         """Where past batches can be asked for."""
         return None if self._replay is None else self._replay.endpoint
+
+    @property
+    def answers_at(self) -> str | None:
+        """The same, by the name that an EventStream has for it."""
+        return self.replay_endpoint
 
     def publish(self, batch: object) -> None:
         """Hand over a batch, which nobody changes any more. Does not wait and does not raise."""
@@ -90,13 +96,22 @@ class Publisher:
         self._queue.put(_END)
         self._sender.join(STOP_LIMIT_S)
         replay_ended = self._replay is None or self._replay.stop(STOP_LIMIT_S)
+        if self._authenticator is not None:
+            self._authenticator.stop()
         # A thread that still sends keeps its socket, and the context would wait for it.
         if replay_ended and not self._sender.is_alive():
             self._context.term()
 
-    def _open(self, endpoint: str, replay_endpoint: str | None, hwm: int) -> None:
+    def _open(
+        self, endpoint: str, replay_endpoint: str | None, hwm: int, keys: ServerKeys | None
+    ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
+        self._authenticator = None
+        if keys is not None:
+            self._authenticator = keys.authenticator(self._context)
+            self._authenticator.start()
+            keys.protect(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.LINGER, int(STOP_LIMIT_S * 1000))
         self._binding = Binding(self._socket, endpoint, "stream of KV events", self._logger)
@@ -105,24 +120,16 @@ class Publisher:
             self._replay = ReplayServer(
                 self._context, replay_endpoint, self._history, self._topic, self._logger
             )
+            if keys is not None:
+                keys.protect(self._replay.socket)
 
     def _bind(self, must_bind: bool) -> None:
         bindings = [self._binding, *([self._replay.binding] if self._replay else [])]
         for binding in bindings:
             if must_bind:
-                self._bind_or_close(binding)
+                bind_or_raise(binding, self._context)
             else:
                 binding.attempt()
-
-    def _bind_or_close(self, binding: Binding) -> None:
-        try:
-            binding.bind()
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise TransportError(
-                f"cannot publish events at {binding.endpoint!r}: expected a free endpoint like "
-                f"tcp://127.0.0.1:5557, got: {error}"
-            ) from error
 
     def _start(self) -> None:
         self._sender = threading.Thread(target=self._run, name="kvplug-publisher", daemon=True)

@@ -53,6 +53,11 @@ class ReplayServer:
         self._thread = threading.Thread(target=self._run, name="kvplug-replay", daemon=True)
 
     @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """To be protected by keys before it is bound."""
+        return self._router
+
+    @property
     def endpoint(self) -> str:
         """Where replays are asked for."""
         return self.binding.endpoint

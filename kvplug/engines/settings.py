@@ -1,7 +1,11 @@
 """What an engine passes on from its --kv-events-config, and what its log says about that.
 
-In:  the settings as the engine names them, $KVPLUG_LOG_LEVEL, the engine's side's own logger.
-Out: a PublisherConfig, and one line in the engine's log for each thing that is not as expected.
+In:  the settings as the engine names them, KVPLUG_* variables, the engine's side's own logger.
+Out: a PublisherConfig, PublisherVariables, and one line in the engine's log for each thing that is
+not as expected.
+
+The engines' configs refuse or drop fields that they do not know, so what is ours comes by
+environment variables.
 """
 
 from __future__ import annotations
@@ -9,15 +13,25 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Final
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Final, Literal, get_args
 
 import msgspec
 
+from kvplug.curve_keys import ServerKeys
 from kvplug.engines.binding import endpoint_of_rank
 from kvplug.errors import ConfigError, KvplugError
 
 LOG_LEVEL: Final = "KVPLUG_LOG_LEVEL"
+WIRE: Final = "KVPLUG_WIRE"
+WORKER_URL: Final = "KVPLUG_WORKER_URL"
+CXL_POOLS: Final = "KVPLUG_CXL_POOLS"
+TOPOLOGY: Final = "KVPLUG_TOPOLOGY"
+CURVE_KEY_FILE: Final = "KVPLUG_CURVE_KEY_FILE"
+CURVE_CLIENTS: Final = "KVPLUG_CURVE_CLIENTS"
+
+WireName = Literal["kvplug", "vllm"]
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -42,6 +56,82 @@ class PublisherConfig:
         """The endpoint and the replay endpoint of one rank."""
         replay = self.replay_endpoint and endpoint_of_rank(self.replay_endpoint, dp_rank)
         return endpoint_of_rank(self.endpoint, dp_rank), replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherVariables:
+    """What environment variables say: the wire, what to say of the worker, and keys."""
+
+    wire: WireName = "kvplug"
+    url: str = ""
+    cxl_pools: tuple[int, ...] = ()
+    topology: dict[str, str] = field(default_factory=dict)
+    keys: ServerKeys | None = None
+
+
+def read_variables(environ: Mapping[str, str] = os.environ) -> PublisherVariables:
+    """Read the KVPLUG_* variables; ConfigError for a value that fits nowhere.
+
+    A key that cannot be used is such a value: nothing is published then, rather than to all.
+    """
+    return PublisherVariables(
+        wire=_wire(environ.get(WIRE, "")),
+        url=environ.get(WORKER_URL, ""),
+        cxl_pools=_pools(environ.get(CXL_POOLS, "")),
+        topology=_topology(environ.get(TOPOLOGY, "")),
+        keys=_keys(environ.get(CURVE_KEY_FILE, ""), environ.get(CURVE_CLIENTS, "")),
+    )
+
+
+def _wire(said: str) -> WireName:
+    for name in get_args(WireName):
+        if said == name:
+            return name  # type: ignore[no-any-return]
+    if said:
+        expected = " or ".join(get_args(WireName))
+        raise ConfigError(f"{WIRE}: expected {expected}, got {said!r}")
+    return "kvplug"
+
+
+def _pools(said: str) -> tuple[int, ...]:
+    names = [name.strip() for name in said.split(",")] if said.strip() else []
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f'{CXL_POOLS}: expected numbers of pools like "1,2", got {said!r}')
+    return tuple(map(int, names))
+
+
+def _topology(said: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in said.split(",")] if said.strip() else []
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise ConfigError(f'{TOPOLOGY}: expected names like "zone=a,host=b", got {said!r}')
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _keys(secret_key_file: str, clients: str) -> ServerKeys | None:
+    if secret_key_file:
+        return ServerKeys.from_files(Path(secret_key_file), Path(clients) if clients else None)
+    if clients:
+        raise ConfigError(f"{CURVE_CLIENTS} is set, so expected {CURVE_KEY_FILE} with a secret key")
+    return None
+
+
+def without_open_socket(
+    config: PublisherConfig, keys: ServerKeys | None, logger: logging.Logger
+) -> PublisherConfig:
+    """`*` for an address is loopback, unless there are keys: who reads events learns what prompts
+    have in common.
+    """
+    endpoints = config.endpoint, config.replay_endpoint or ""
+    if keys is not None or not any(each.startswith("tcp://*:") for each in endpoints):
+        return config
+    logger.info(
+        "kvplug: KV events are for this machine only (%s on 127.0.0.1); for others name an address "
+        "in endpoint, such as tcp://0.0.0.0:5557, or set %s",
+        config.endpoint,
+        CURVE_KEY_FILE,
+    )
+    local = [each.replace("tcp://*:", "tcp://127.0.0.1:") for each in endpoints]
+    return replace(config, endpoint=local[0], replay_endpoint=local[1] or None)
 
 
 def read_config(settings: Mapping[str, object], logger: logging.Logger) -> PublisherConfig:

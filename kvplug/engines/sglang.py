@@ -15,10 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvplug.engines.about_engine import about_sglang
 from kvplug.engines.binding import local_endpoint
-from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig, read_config, set_log_level, warn
+from kvplug.engines.opening import open_publisher
+from kvplug.engines.settings import (
+    PublisherConfig,
+    PublisherVariables,
+    read_config,
+    read_variables,
+    set_log_level,
+    warn,
+)
 from kvplug.errors import ConfigError
+from kvplug.protocol import WorkerHello
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.kv_events import EventBatch, EventPublisher
@@ -55,7 +64,9 @@ def create_publisher(
         _require_bind(bind)
         # SGLang's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (SglangPublisher, EventPublisher), {})
-        publisher = kind(read_config(settings, logger), attn_dp_rank)
+        variables = read_variables()
+        about = about_sglang(attn_dp_rank, variables)
+        publisher = kind(read_config(settings, logger), attn_dp_rank, variables, about)
         atexit.register(publisher.shutdown)  # SGLang itself never calls it
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
@@ -73,13 +84,21 @@ def _require_bind(bind: bool | None) -> None:
 
 
 class SglangPublisher:
-    """The methods of SGLang's EventPublisher, over a Publisher."""
+    """The methods of SGLang's EventPublisher, over a publisher of either wire."""
 
-    def __init__(self, config: PublisherConfig, attn_dp_rank: int) -> None:
+    def __init__(
+        self,
+        config: PublisherConfig,
+        attn_dp_rank: int,
+        variables: PublisherVariables | None = None,
+        about: WorkerHello | None = None,
+    ) -> None:
         self._attn_dp_rank = attn_dp_rank
         self._topic = config.topic
         self._pack = msgspec.msgpack.Encoder()
-        self.publisher = Publisher(config, attn_dp_rank, self._encode, logger)
+        about = about or WorkerHello(dp_rank=attn_dp_rank)
+        variables = variables or read_variables()
+        self.publisher = open_publisher(config, about, self._encode, logger, variables)
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the scheduler's thread."""
@@ -100,7 +119,7 @@ class SglangPublisher:
             "topic": self._topic,
             "block_size": block_size,
         }
-        replay_endpoint = local_endpoint(self.publisher.replay_endpoint or "")
+        replay_endpoint = local_endpoint(self.publisher.answers_at or "")
         return source if replay_endpoint is None else source | {"replay_endpoint": replay_endpoint}
 
     def _encode(self, batch: EventBatch) -> bytes:

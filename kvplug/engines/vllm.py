@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type
 
 import msgspec
 
-from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig, read_config, set_log_level, warn
+from kvplug.engines.about_engine import about_vllm, note_address
+from kvplug.engines.opening import open_publisher
+from kvplug.engines.settings import (
+    PublisherConfig,
+    PublisherVariables,
+    read_config,
+    read_variables,
+    set_log_level,
+    warn,
+)
+from kvplug.protocol import WorkerHello
 
 if TYPE_CHECKING:
     from vllm.config.kv_events import KVEventsConfig
@@ -37,6 +46,7 @@ def register() -> None:
     try:
         _accept_name()
         _offer_publisher()
+        note_address()
     except Exception as error:  # noqa: BLE001  # vLLM's insides may have changed in any way
         warn(logger, f"vLLM goes on without the publisher {NAME!r}", error)
 
@@ -69,23 +79,32 @@ def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> Even
 
     try:
         set_log_level(logger)
-        config = read_config(settings, logger)
+        config, variables = read_config(settings, logger), read_variables()
         # vLLM's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
-        return kind(config, data_parallel_rank)
+        about = about_vllm(data_parallel_rank, variables)
+        return kind(config, data_parallel_rank, variables, about)
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
         return NullEventPublisher()
 
 
 class VllmPublisher:
-    """The methods of vLLM's EventPublisher, over a Publisher."""
+    """The methods of vLLM's EventPublisher, over a publisher of either wire."""
 
-    def __init__(self, config: PublisherConfig, data_parallel_rank: int) -> None:
+    def __init__(
+        self,
+        config: PublisherConfig,
+        data_parallel_rank: int,
+        variables: PublisherVariables | None = None,
+        about: WorkerHello | None = None,
+    ) -> None:
         self._data_parallel_rank = data_parallel_rank  # as vLLM's own base class has it
         self._config = config
         self._pack = msgspec.msgpack.Encoder()
-        self.publisher = Publisher(config, data_parallel_rank, self._encode, logger)
+        about = about or WorkerHello(dp_rank=data_parallel_rank)
+        variables = variables or read_variables()
+        self.publisher = open_publisher(config, about, self._encode, logger, variables)
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the engine's thread."""
@@ -101,7 +120,7 @@ class VllmPublisher:
 
         settings = asdict(self._config) | {
             "endpoint": self.publisher.endpoint,
-            "replay_endpoint": self.publisher.replay_endpoint,
+            "replay_endpoint": self.publisher.answers_at,
         }
         return KVEventsConfig(enable_kv_cache_events=True, publisher=NAME, **settings)
 

@@ -21,9 +21,9 @@ from msgspec import structs
 from kvplug import codec
 from kvplug.errors import DecodeError, UnknownRankError
 from kvplug.events import EventBatch, Rank
+from kvplug.hidden_states import HiddenStates
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest import trust
-from kvplug.ingest.hidden_states import HiddenStates
 from kvplug.ingest.message_log import Effect
 from kvplug.ingest.replay import ReplayRequest, ReplaySettings
 from kvplug.ingest.sequencer import Sequencer

@@ -1,4 +1,4 @@
-"""The engine's side of the event stream, on real sockets: the wire, the gaps, never a wait."""
+"""The stock wire on real sockets: the format, the gaps, never a wait."""
 
 import errno
 import itertools
@@ -25,6 +25,8 @@ from tests.plugins.stock_client import StockClient, clear, engine_batch, stored,
 ROOT = Path(__file__).parents[2]
 LOOPBACK = "tcp://127.0.0.1:0"
 logger = logging.getLogger("tests.plugins")
+
+pytestmark = pytest.mark.usefixtures("stock_wire")
 
 
 def config(**more):

@@ -8,6 +8,9 @@ from kvplug.engines.sglang import SglangPublisher
 from tests.plugins.stock_client import StockClient
 
 
+pytestmark = pytest.mark.usefixtures("stock_wire")
+
+
 class SglangBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list

@@ -1,0 +1,204 @@
+"""Answers to followers that join late or missed events: the socket of a publisher that takes asks.
+
+In:  [b"", ask] from a DEALER; a Life.
+Out: per message [b"", topic, number, payload], and at the end [b"", b"", END, b""].
+
+A thread of its own, so that a slow client holds up neither live events nor, as nothing here waits
+for one, the others. All that come while a resident set is made get the same one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from kvplug import protocol
+from kvplug.engines.binding import Binding
+from kvplug.engines.life import Answer, Life, end_of, parts_of
+from kvplug.engines.replay_server import END
+from kvplug.engines.wake import Wake
+from kvplug.protocol import Ask, ProtocolError
+
+UNREAD_LIMIT_S: Final = 2.0
+"""A client that does not read for so long is left; it asks again when it does."""
+
+MAX_CLIENTS: Final = 4
+MAX_WAITING: Final = 256
+
+_MAX_REQUEST_BYTES: Final = 256
+_NUM_UNSENT: Final = 4  # messages on their way to one client
+_RETRY_MS: Final = 10
+# Between two resident sets, at least; and so many times what the last one took.
+_SHORTEST_PAUSE_S: Final = 0.1
+_PAUSE_RATIO: Final = 4.0
+
+
+@dataclass(slots=True)
+class _Sending:
+    """An answer on its way."""
+
+    client: bytes
+    frames: Iterator[tuple[bytes, bytes, bytes]]
+    unsent: tuple[bytes, bytes, bytes]
+    deadline: float
+
+
+class AnswerServer:
+    """start, stop; read num_answers, num_resident_sets, num_abandoned and num_malformed."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        life: Life,
+        topic: bytes,
+        logger: logging.Logger,
+    ) -> None:
+        self.num_answers = self.num_resident_sets = self.num_abandoned = self.num_malformed = 0
+        self._life, self._topic, self._logger = life, topic, logger
+        self._router = socket
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.SNDHWM, _NUM_UNSENT)
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+        # Without this a ROUTER drops what a slow client has no room for, and nobody is told.
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.binding = Binding(self._router, endpoint, "answers about KV events", logger)
+        self._waiting: dict[bytes, Ask] = {}
+        self._sending: deque[_Sending] = deque()
+        self._parts: tuple[tuple[int, int], list[bytes]] = (0, 0), []
+        self._not_before, self._wake = 0.0, Wake()
+        self._thread = threading.Thread(target=self._run, name="kvplug-answers", daemon=True)
+
+    @property
+    def endpoint(self) -> str:
+        """Where to ask."""
+        return self.binding.endpoint
+
+    def start(self) -> None:
+        """Answer from now on, or from when the address is free."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread and close its socket; whether that was done within timeout_s."""
+        self._wake.end()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake.fd, zmq.POLLIN)
+        with self._router, self._wake:
+            while not self._wake.has_ended:
+                ready = dict(poller.poll(self._timeout_ms()))
+                self.binding.attempt()
+                try:
+                    if self._router in ready:
+                        self._receive()
+                    self._begin_answers()
+                    self._send_some()
+                except Exception as error:  # the next ask may be fine
+                    self._logger.warning("kvplug: an answer failed: %s", error, exc_info=error)
+                    self._sending.clear()
+
+    def _timeout_ms(self) -> int | None:
+        if self._sending:
+            return _RETRY_MS
+        pauses = [self.binding.pause_s]
+        if self._waiting:
+            pauses.append(max(self._not_before - time.monotonic(), 0.0))
+        known = [pause for pause in pauses if pause is not None]
+        return int(min(known) * 1000) + 1 if known else None
+
+    def _receive(self) -> None:
+        for _ in range(MAX_WAITING):
+            try:
+                request = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            ask = _ask_of(request)
+            if ask is None:
+                self.num_malformed += 1
+                self._logger.debug("kvplug: passed over a request of %d parts", len(request) - 1)
+            elif len(self._waiting) < MAX_WAITING:
+                self._waiting[request[0]] = ask
+
+    def _begin_answers(self) -> None:
+        for client, ask in list(self._waiting.items()):
+            if len(self._sending) >= MAX_CLIENTS:
+                return
+            if self._life.has(ask) or self._may_list():
+                del self._waiting[client]
+                frames = self._frames(self._life.answer(ask))
+                deadline = time.monotonic() + UNREAD_LIMIT_S
+                self._sending.append(_Sending(client, frames, next(frames), deadline))
+
+    def _may_list(self) -> bool:
+        return self._life.position == self._parts[0] or time.monotonic() >= self._not_before
+
+    def _frames(self, answer: Answer) -> Iterator[tuple[bytes, bytes, bytes]]:
+        # Not a generator from here on: the parts belong to the moment of the answer.
+        next_ = answer.next.to_bytes(8, "big")
+        parts = [] if answer.listing is None else self._parts_of(answer)
+        return iter(
+            [
+                (self._topic, next_, answer.hello),
+                *((self._topic, n.to_bytes(8, "big"), payload) for n, payload in answer.events),
+                *((self._topic, next_, part) for part in parts),
+                (self._topic, next_, end_of(answer)),
+                (b"", END, b""),
+            ]
+        )
+
+    def _parts_of(self, answer: Answer) -> list[bytes]:
+        position = answer.life, answer.next
+        if position != self._parts[0]:
+            started = time.monotonic()
+            self._parts = position, parts_of(answer)
+            self.num_resident_sets += 1
+            ended = time.monotonic()
+            pause = max(_SHORTEST_PAUSE_S, _PAUSE_RATIO * (ended - started))
+            self._not_before = ended + pause
+        return self._parts[1]
+
+    def _send_some(self) -> None:
+        for _ in range(len(self._sending)):
+            answer = self._sending.popleft()
+            if self._goes_on(answer):
+                self._sending.append(answer)
+
+    def _goes_on(self, answer: _Sending) -> bool:
+        """Send as much as the client takes now; False when it is done or gone."""
+        try:
+            while True:
+                self._router.send_multipart((answer.client, b"", *answer.unsent), zmq.NOBLOCK)
+                answer.deadline = time.monotonic() + UNREAD_LIMIT_S
+                answer.unsent = next(answer.frames)
+        except StopIteration:
+            self.num_answers += 1
+            return False
+        except zmq.Again:
+            if time.monotonic() < answer.deadline:
+                return True
+        except zmq.ZMQError as error:  # the client is gone
+            self._logger.debug("kvplug: an answer was abandoned: %s", error)
+        self.num_abandoned += 1
+        return False
+
+
+def _ask_of(request: list[bytes]) -> Ask | None:
+    """What a request asks for; None if it is none."""
+    if len(request) != 3 or request[1]:
+        return None
+    try:
+        ask = protocol.decode(request[2])
+    except ProtocolError:
+        return None
+    return ask if isinstance(ask, Ask) else None
