@@ -16,6 +16,7 @@ import pytest
 
 from kvplug.codec import Reason
 from kvplug.curve_keys import ServerKeys
+from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.router.config import Mode, RouterConfig
@@ -36,6 +37,9 @@ ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 OTHER_PROGRAMS = {"source", "kill", "umask"}
+OF_PUBLISHERS = {
+    value for value in vars(publisher_settings).values() if str(value).startswith("KVPLUG_")
+}
 KEY_FLAGS = ("--events-key-file", "--events-server-key")
 # Flags of programs that are not ours.
 OF_ENGINES = {
@@ -196,7 +200,7 @@ def of_tests():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_environment_variables_in_the_text_exist(page):
     known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE"}
-    known |= {"KVPLUG_TEST_EXAMPLES"}
+    known |= {"KVPLUG_TEST_EXAMPLES", *OF_PUBLISHERS}
     assert set(re.findall(r"\bKVPLUG_[A-Z_]*[A-Z]", page.read_text())) <= known
 
 

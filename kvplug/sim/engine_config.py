@@ -20,7 +20,6 @@ from kvplug.events import MAX_DP_SIZE
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.vllm_hashes import Lora
 
-
 Wire = Literal["vllm", "kvplug"]
 
 

@@ -7,7 +7,6 @@ from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.sglang import SglangPublisher
 from tests.plugins.stock_client import StockClient
 
-
 pytestmark = pytest.mark.usefixtures("stock_wire")
 
 
