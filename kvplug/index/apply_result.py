@@ -60,6 +60,11 @@ class ApplyResult(msgspec.Struct):  # a struct is made in half the time of a dat
         return Counter() if self._rejected is None else self._rejected
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing was refused, and no clear of everything was among it."""
+        return self._rejected is None and not self.was_cleared
+
+    @property
     def num_forgotten(self) -> int:
         """Blocks that the engine still has, and that are of no use any more."""
         return self._rejected[RejectReason.ADAPTER_RELOADED.value] if self._rejected else 0

@@ -25,7 +25,7 @@ from typing import Final, Protocol, TypeVar
 from kvplug.errors import TransportError
 from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.replay import ReplayRequest
+from kvplug.ingest.replay import Request
 from kvplug.topics import PREFIX, Topic
 from kvplug.transports import (
     TRANSPORTS,
@@ -78,7 +78,7 @@ class _Stream:
         self.is_behind = False
         self._receiver, self._open, self._is_shared = receiver, open_source, is_shared
         self._source: EventSource | None = None
-        self._answer: tuple[ReplayRequest, ReplayAnswer | None] | None = None
+        self._answer: tuple[Request, ReplayAnswer | None] | None = None
         self._filenos: dict[EventSource | ReplayAnswer, tuple[int, ...]] = {}
         self._retry_at_s, self._pause_s = 0.0, _MIN_RETRY_S
 
@@ -167,10 +167,10 @@ class _Stream:
             self.is_behind |= follower.replay_request is not None
 
     def _ask(
-        self, source: EventSource, request: ReplayRequest, selector: selectors.BaseSelector
+        self, source: EventSource, request: Request, selector: selectors.BaseSelector
     ) -> ReplayAnswer | None:
         try:
-            answer = source.request_replay(request.first)
+            answer = source.request_replay(request.payload, request.endpoint)
         except TransportError as error:
             logger.warning("%s: %s", self.name, error)
             return None
@@ -201,7 +201,9 @@ class EventThread:
     """start, follow, bind, follow_topic, unfollow, stop; is_alive."""
 
     def __init__(self, transports: Mapping[str, TransportFactory] = TRANSPORTS) -> None:
-        """`transports`: by the scheme of their endpoints."""
+        """`transports`: by the scheme of their endpoints; `transports_with(keys)` has encrypted
+        ones.
+        """
         self._factories = dict(transports)
         self._transports: dict[TransportFactory, Transport] = {}
         self._lock = threading.Lock()
@@ -244,6 +246,7 @@ class EventThread:
         if replay is not None:
             require_one_transport(endpoint, replay, self._factories)
         follower.can_replay = replay is not None
+        follower.can_ask_publisher = True
         connect = self._transport_of(endpoint).connect
         self._submit(lambda: self._add(follower, lambda: connect(endpoint, topic, replay)))
 

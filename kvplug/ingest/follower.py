@@ -1,6 +1,6 @@
 """One publisher's messages to one worker's blocks in a Router.
 
-In:  messages of a stock event stream, and of its replays.
+In:  messages of an event stream, stock or ours, and answers to requests.
 Out: an index kept up to date, counters, and how much of it can be trusted.
 
 Nothing that arrives raises: what cannot be used is counted by reason and named once in the log.
@@ -13,81 +13,36 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from itertools import groupby
 from typing import Final, Protocol
-
-from msgspec import structs
 
 from kvplug import codec
 from kvplug.errors import DecodeError, UnknownRankError
-from kvplug.events import EventBatch, Rank
-from kvplug.hidden_states import HiddenStates
-from kvplug.index.apply_result import ApplyResult, RejectReason
+from kvplug.events import Rank
 from kvplug.ingest import trust
-from kvplug.ingest.message_log import Effect
-from kvplug.ingest.replay import ReplayRequest, ReplaySettings
+from kvplug.ingest.applying import Applier, SkipCounter
+from kvplug.ingest.hidden_states import HiddenStates
+from kvplug.ingest.life_sequencer import LifeSequencer
+from kvplug.ingest.replay import ReplaySettings, Request
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
-from kvplug.protocol import WorkerHello
-from kvplug.records import Records, read_payloads
+from kvplug.protocol import WorkerHello, is_ours
 from kvplug.router.core import Router
 from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
-# Messages in one run. Between runs other threads get the interpreter: a query that waits for it
-# waits for some 30 us of Python.
-_MAX_RUN_LENGTH = 32
-
-OTHER_RANK: Final = "other_rank"
-"""Why messages are refused that name another data-parallel rank than the publisher has."""
-
 # Requests that had less than the engine's events say, until it is asked for them again.
 _CERTAIN: Final = 4
 
-# Of these the index takes nothing, so that it lacks what the events said.
-_UNUSABLE = {
-    RejectReason.NO_TOKENS.value,
-    RejectReason.BIGRAM_TOKENS.value,
-    RejectReason.BLOCK_SIZE.value,
-    RejectReason.UNKNOWN_RANK.value,
-    RejectReason.GROUP_BLOCK_SIZE.value,
-    RejectReason.REFUSED_TIER.value,
-    RejectReason.CHUNKED_OFFLOAD.value,
-    OTHER_RANK,
-}
-
-_FIX = {
-    RejectReason.BLOCK_SIZE.value: "start the router with the engine's --block-size",
-    RejectReason.UNKNOWN_PARENT.value: "events were lost or began before the router; the engine's "
-    "blocks become known again as it stores new prefixes, or at once when it restarts",
-    RejectReason.CONFLICTING_HASH.value: "hashes of the engine and contents contradict each other",
-    RejectReason.ADAPTER_RELOADED.value: "blocks that a LoRA adapter computed with other weights "
-    "are forgotten; nothing is missing",
-    RejectReason.BIGRAM_TOKENS.value: "speculative decoding with EAGLE keys blocks by pairs "
-    "of tokens; route such engines by load",
-    RejectReason.GROUP_BLOCK_SIZE.value: "the engine's KV cache groups have blocks of different "
-    "sizes; start vLLM with --disable-hybrid-kv-cache-manager",
-    RejectReason.CHUNKED_OFFLOAD.value: "blocks in host memory and on disk do not count; give the "
-    "offloading connector the engine's block size",
-    OTHER_RANK: "check that events= names the endpoint of the worker's own rank 0",
-    "undecodable": "check that the endpoint is an event publisher and no other service",
-}
-
-
-class SkipCounter:
-    """What of a stream could not be used. add; read `by_reason`."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.by_reason: Counter[str] = Counter()
-        self._rank = rank
-
-    def add(self, reason: str, count: int = 1, detail: str = "") -> None:
-        """Count, and log the first of each reason with its fix."""
-        if not self.by_reason[reason]:
-            fix = _FIX.get(reason, "")
-            logger.warning("%s: events skipped: %s %s %s", self._rank, reason, detail, fix)
-        self.by_reason[reason] += count
+_COUNTERS: Final = (
+    "num_missed",
+    "num_duplicates",
+    "num_restarts",
+    "num_replays",
+    "num_recovered",
+    "num_failures",
+)
 
 
 class Evidence(Protocol):
@@ -108,8 +63,12 @@ class Follower:
     Whoever owns the sockets asks the engine for what `replay_request` says, and hands the answer to
     `replayed` and `replay_ended`.
 
-    Read: connected, trust, sequencer (`last` number and counters), and the counters
-    `num_messages`, `num_stored`, `num_removed`, `skipped` by reason.
+    The first message says whether the publisher is a stock one or ours (kvplug/protocol.py). When
+    that changes, the engine was started anew, and what was known is forgotten.
+
+    Read: connected, trust, sequencer (`last` number and counters), `about` (what a publisher of
+    ours says of its engine), and the counters `num_messages`, `num_stored`, `num_removed`,
+    `skipped` by reason.
     """
 
     def __init__(
@@ -131,13 +90,14 @@ class Follower:
         self.rank = rank
         self.connected = False
         self.num_messages = 0
-        self.about: WorkerHello | None = None
         self._router, self._evidence = router, evidence
         self._contradiction: TrustState | None = None
         self._has_started_over = False
         self._skips = SkipCounter(rank)
-        self._applier = _Applier(router, rank, engine_rank, self._skips.add)
-        self.sequencer = Sequencer(str(rank), self._applier, clock=clock, settings=settings)
+        self._applier = Applier(router, rank, engine_rank, self._skips.add)
+        self._clock, self._settings = clock, settings
+        self._can_ask_publisher = False
+        self.sequencer: Sequencer | LifeSequencer = self._sequencer_of(is_ours=False)
         self.trust = self.sequencer.state
         self._tell_router()
 
@@ -149,6 +109,24 @@ class Follower:
     @can_replay.setter
     def can_replay(self, can_replay: bool) -> None:
         self.sequencer.can_replay = can_replay
+
+    @property
+    def can_ask_publisher(self) -> bool:
+        """Whether an endpoint that the publisher names can be asked; whoever owns the sockets says
+        so.
+        """
+        return self._can_ask_publisher
+
+    @can_ask_publisher.setter
+    def can_ask_publisher(self, can_ask: bool) -> None:
+        self._can_ask_publisher = can_ask
+        if isinstance(self.sequencer, LifeSequencer):
+            self.sequencer.can_ask_publisher = can_ask
+
+    @property
+    def about(self) -> WorkerHello | None:
+        """What the publisher said last of its engine; None if it says nothing, as stock ones."""
+        return self.sequencer.about if isinstance(self.sequencer, LifeSequencer) else None
 
     @property
     def engine_rank(self) -> int | None:
@@ -171,13 +149,15 @@ class Follower:
         if hides_states == self.hides_states:
             return
         self._applier.hidden = HiddenStates() if hides_states else None
+        if isinstance(self.sequencer, LifeSequencer):
+            return  # its publisher says so itself
         if self.sequencer.last is not None:  # what came before was taken for something else
             self._applier.clear()
             self.sequencer.start_over()
         self._note_trust()
 
     @property
-    def replay_request(self) -> ReplayRequest | None:
+    def replay_request(self) -> Request | None:
         """What the engine is to be asked for; another object is another request."""
         return self.sequencer.request
 
@@ -218,12 +198,49 @@ class Follower:
             self._set_confidence(1.0)
         self.num_messages += len(messages)
         num_duplicates = self.sequencer.num_duplicates
-        self.sequencer.receive(self._well_formed(messages))
+        self._receive(self._well_formed(messages))
         if self.sequencer.num_duplicates > num_duplicates:
             self._skips.add("duplicate", self.sequencer.num_duplicates - num_duplicates)
         self._note_trust()
         if was_blind:
             self._tell_router()
+
+    def _receive(self, messages: list[Message]) -> None:
+        """To the sequencer of their wire. All messages of a part seldom are not of one."""
+        if not messages:
+            return
+        speaks_ours = isinstance(self.sequencer, LifeSequencer)
+        if all(is_ours(each.payload) is speaks_ours for each in (messages[0], messages[-1])):
+            self.sequencer.receive(messages)
+            return
+        for are_ours, run in groupby(messages, key=lambda each: is_ours(each.payload)):
+            part = list(run)
+            if are_ours is not isinstance(self.sequencer, LifeSequencer):
+                self._change_wire(part, are_ours=are_ours)
+            self.sequencer.receive(part)
+
+    def _change_wire(self, messages: list[Message], *, are_ours: bool) -> None:
+        if not (are_ours or any(map(_is_stock, messages))):
+            return  # no change, but damage
+        name = "kvplug's own" if are_ours else "a stock"
+        logger.info("%s: its publisher speaks %s wire", self.rank, name)
+        former, self.sequencer = self.sequencer, self._sequencer_of(is_ours=are_ours)
+        for counter in _COUNTERS:
+            setattr(self.sequencer, counter, getattr(former, counter))
+        self.sequencer.can_replay = former.can_replay
+        self._applier.clear()
+        if self.connected:
+            self.sequencer.connected()
+
+    def _sequencer_of(self, *, is_ours: bool) -> Sequencer | LifeSequencer:
+        name, applier = str(self.rank), self._applier
+        if not is_ours:
+            return Sequencer(name, applier, clock=self._clock, settings=self._settings)
+        sequencer = LifeSequencer(
+            name, applier, self._skips.add, clock=self._clock, settings=self._settings
+        )
+        sequencer.can_ask_publisher = self._can_ask_publisher
+        return sequencer
 
     def replayed(self, messages: list[Message]) -> None:
         """Take a part of the answer to `replay_request`."""
@@ -271,8 +288,9 @@ class Follower:
 
     def _note_trust(self) -> None:
         state = self.sequencer.state
-        if state in (trust.EXACT, trust.UNCONFIRMED):
-            hidden = trust.HIDDEN_STATES if self.hides_states else state
+        if state in (trust.EXACT, trust.UNCONFIRMED, trust.HIDDEN_STATES):
+            is_hidden = self.hides_states and isinstance(self.sequencer, Sequencer)
+            hidden = trust.HIDDEN_STATES if is_hidden else state
             state = self._contradiction or hidden
         if state is self.trust or state == self.trust:
             return
@@ -296,117 +314,12 @@ class Follower:
                 self._router.set_confidence(rank, confidence)
 
 
-class _Applier:
-    """apply, clear; counts in num_stored and num_removed, and tells `skip` (reason, how many, more
-    about it) what it cannot use.
-
-    Runs of plain events go as arrays from bytes to the index (kvplug/records.py), everything else
-    message by message through the codec.
-    """
-
-    def __init__(
-        self,
-        router: Router,
-        rank: Rank,
-        engine_rank: int | None,
-        skip: Callable[[str, int, str], None],
-    ) -> None:
-        self.num_stored = self.num_removed = 0
-        self._router, self._rank, self._skip = router, rank, skip
-        self.engine_rank = engine_rank
-        self.hidden: HiddenStates | None = None
-        self.ranks = {rank}
-        self._pooled_media: set[str] = set()
-        self._run_length = 1
-
-    def apply(self, payloads: list[bytes]) -> Effect:
-        """Apply messages in order; never raises for what they hold."""
-        effect, at = Effect(), 0
-        while at < len(payloads):
-            records = self._read_run(payloads, at)
-            if records is None:
-                self._apply_one(payloads[at], effect)
-                at += 1
-            else:
-                self._apply_run(records, effect)
-                at += records.num_payloads
-        return effect
-
-    def clear(self) -> None:
-        """Forget the blocks of the publisher."""
-        for rank in self.ranks:
-            self._router.clear(rank)
-        if self.hidden is not None:
-            self.hidden.forget()
-
-    def _read_run(self, payloads: list[bytes], first: int) -> Records | None:
-        if self.hidden is not None:
-            return None
-        records = read_payloads(payloads[first : first + self._run_length])
-        # Short at first: after one message that is not plain, the next ones seldom are.
-        self._run_length = 1 if records is None else min(2 * self._run_length, _MAX_RUN_LENGTH)
-        return records
-
-    def _apply_run(self, records: Records, effect: Effect) -> None:
-        if self._is_of_another(records.dp_rank):
-            self._refuse(records.num_events, records.dp_rank, effect)
-            return
-        if self.engine_rank is not None:
-            records = replace(records, dp_rank=None)
-        rank = self._rank.named_by(records.dp_rank)
-        applied = self._router.apply_records(rank, records)
-        self._count(rank, applied, effect)
-
-    def _apply_one(self, payload: bytes, effect: Effect) -> None:
-        try:
-            batch = codec.decode(payload)
-        except DecodeError as error:
-            self._skip("undecodable", 1, str(error))
-            effect.defects["undecodable"] += 1
-            return
-        self._apply_batch(batch, effect)
-
-    def _apply_batch(self, batch: EventBatch, effect: Effect) -> None:
-        if self._is_of_another(batch.dp_rank):
-            self._refuse(len(batch.events), batch.dp_rank, effect)
-            return
-        if self.engine_rank is not None:
-            batch = structs.replace(batch, dp_rank=None)
-        if self.hidden is not None:
-            batch = self.hidden.with_ends(batch)
-        rank = self._rank.named_by(batch.dp_rank)
-        applied = self._router.apply(rank, batch)
-        self._count(rank, applied, effect)
-        for reason, count in batch.skipped.items():
-            self._skip(reason, count, "")
-            effect.defects[reason] += count
-        for medium in batch.unknown_media:
-            self._skip("unknown_medium", 1, f"{medium[:40]!r} is taken for a disk")
-        for medium in set(batch.pooled_media) - self._pooled_media:
-            self._pooled_media.add(medium)
-            logger.info("%s: blocks in %s count as in host memory", self._rank, medium)
-
-    def _is_of_another(self, dp_rank: int | None) -> bool:
-        return self.engine_rank is not None and dp_rank not in (None, self.engine_rank)
-
-    def _refuse(self, num_events: int, dp_rank: int | None, effect: Effect) -> None:
-        self._skip(OTHER_RANK, num_events, f"expected {self.engine_rank}, got {dp_rank};")
-        effect.defects[OTHER_RANK] += num_events
-
-    def _count(self, rank: Rank, applied: ApplyResult, effect: Effect) -> None:
-        if not applied.rejected[RejectReason.UNKNOWN_RANK.value]:  # a rank that somebody made up
-            self.ranks.add(rank)
-        self.num_stored += applied.num_stored
-        self.num_removed += applied.num_removed
-        for reason, count in applied.rejected.items():
-            self._skip(reason, count, "")
-        if applied.was_cleared:
-            effect.cleared = True
-            effect.defects.clear()
-        if applied.num_orphans:
-            effect.defects[RejectReason.UNKNOWN_PARENT.value] += applied.num_orphans
-        for reason in _UNUSABLE & applied.rejected.keys():
-            effect.defects[reason] += applied.rejected[reason]
+def _is_stock(message: Message) -> bool:
+    try:
+        codec.decode(message.payload)
+    except DecodeError:
+        return False
+    return True
 
 
 def _sentence(state: TrustState) -> str:

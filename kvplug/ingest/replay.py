@@ -1,7 +1,7 @@
 """What a publisher is asked to send again, and when it may be asked.
 
 In:  failures, progress, what was heard last, and the time.
-Out: ReplayRequest for whoever owns the sockets; whether a request is due.
+Out: a Request for whoever owns the sockets; whether a request is due.
 """
 
 from __future__ import annotations
@@ -33,13 +33,30 @@ class ReplaySettings:
     check_every_s: float = 30.0
 
 
-@dataclass(slots=True, eq=False)
-class ReplayRequest:
-    """The messages from number `first` on are asked for. Another object is another request.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """`payload` is to be sent to `endpoint`, or, for None, to the replay endpoint of the stream.
+    Another object is another request.
+
+    began_s: when the first try was; deadline_s: of the next message of the answer; expires_s: of
+    all of it. is_check: live messages go on meanwhile.
+    """
+
+    payload: bytes
+    endpoint: str | None = None
+    began_s: float
+    deadline_s: float
+    expires_s: float
+    is_check: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ReplayRequest(Request):
+    """A stock publisher is asked for the messages from number `first` on.
 
     asks_everything: `first` is 0, and the answer replaces what is known; otherwise `first` is the
     last message that was applied, and proves that it is the same incarnation.
-    is_check: nothing is known to be missing, and live messages go on.
+    is_check: nothing is known to be missing.
     num_pending: messages that waited when it was asked. The answer is newer than they are.
     is_proved: a message of the answer was accepted as this publisher's; is_confirmed: that message
     had come live.
@@ -47,10 +64,6 @@ class ReplayRequest:
 
     first: int
     asks_everything: bool
-    began_s: float
-    deadline_s: float
-    expires_s: float
-    is_check: bool = False
     num_pending: int = 0
     is_proved: bool = False
     is_confirmed: bool = False

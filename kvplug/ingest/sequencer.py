@@ -148,8 +148,7 @@ class Sequencer:
         return 0 if self.last is None else self.last + 1
 
     @property
-    def _is_waiting(self) -> bool:
-        """Whether live messages wait for an answer."""
+    def _is_waiting(self) -> bool:  # whether live messages wait for an answer
         return self.request is not None and not self.request.is_check
 
     def _leading_in_order(self, messages: list[Message], first: int) -> list[Message]:
@@ -298,14 +297,15 @@ class Sequencer:
         return self.last is not None and self.last >= 0 and self._schedule.is_check_due
 
     def _ask(self, *, everything: bool = False, is_check: bool = False) -> None:
-        now_s, open_request = self._clock(), self.request
+        now_s, former = self._clock(), self.request
         everything = everything or self.last is None or self.last < 0
-        began_s = open_request.began_s if open_request is not None else now_s
         self.num_replays += not is_check
+        first = 0 if everything else self._next - 1
         self.request = ReplayRequest(
-            first=0 if everything or self.last is None else self.last,
+            payload=first.to_bytes(8, "big"),
+            first=first,
             asks_everything=everything,
-            began_s=began_s,
+            began_s=now_s if former is None else former.began_s,
             deadline_s=now_s + self._settings.answer_timeout_s,
             expires_s=now_s + self._settings.max_answer_s,
             is_check=is_check,

@@ -95,6 +95,28 @@ UNCONFIRMED = TrustState(
     "none needed, the next event shows it",
 )
 
+NO_HEARTBEAT = TrustState(
+    Trust.STALE,
+    "its publisher gives no sign of life, which it does every 2 s",
+    "look at the engine, which hangs or is overloaded; what is known of its blocks stays",
+)
+NO_ASKS = TrustState(
+    Trust.STALE,
+    "events are missing and its publisher names no endpoint that can be asked",
+    "name one with replay=; until then it is exact again when its cache is reset",
+)
+ASKS_SILENT = TrustState(
+    Trust.STALE,
+    "events are missing and its publisher does not answer",
+    "check that the router reaches the endpoint for asks (docs/events.md, kvplug's own stream); "
+    "it is asked again after a pause",
+)
+BAD_ANSWERS = TrustState(
+    Trust.STALE,
+    "events are missing and what its publisher answers is of no use",
+    "see the skipped events for the reason, and check that replay= is this engine's endpoint; it "
+    "is asked again after a pause",
+)
 HIDDEN_STATES = TrustState(
     Trust.STALE,
     "its model has windows or states, and its events do not say which of them it keeps",
@@ -135,11 +157,19 @@ _NO_HYBRID = (
 )
 
 
+_FIX = {
+    "group_block_size": _NO_HYBRID,
+    "unsupported_version": "install the same release of kvplug in the engine and the router",
+    "hash_scheme": "install the same release of kvplug in the engine and the router",
+    "queue_full": "none, it is exact again when the engine's cache is reset",
+}
+
+
 def unusable(reason: str) -> TrustState:
     """Events came in order, but were of no use."""
-    is_of_groups = reason.startswith("attention:") or reason == "group_block_size"
+    is_of_groups = reason.startswith("attention:")
     return TrustState(
         Trust.STALE,
         f"events could not be used: {reason}",
-        _NO_HYBRID if is_of_groups else "docs/events.md says what it means and what to do",
+        _NO_HYBRID if is_of_groups else _FIX.get(reason, "docs/events.md says what it means"),
     )

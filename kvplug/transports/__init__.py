@@ -8,8 +8,10 @@ memory  publishers in the same process
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
+from kvplug.curve_keys import ClientKeys
 from kvplug.errors import TransportError
 from kvplug.transports.base import Transport
 from kvplug.transports.zmq import ZmqTransport
@@ -21,6 +23,12 @@ TRANSPORTS: Final[dict[str, TransportFactory]] = {
     "ipc": ZmqTransport,
 }
 """By the scheme of their endpoints, the transports that need no object of the caller's."""
+
+
+def transports_with(keys: ClientKeys) -> dict[str, TransportFactory]:
+    """The same, encrypted, and only to publishers whose public key is in `keys`."""
+    encrypted = partial(ZmqTransport, keys=keys)
+    return dict.fromkeys(TRANSPORTS, encrypted)
 
 
 def scheme_of(endpoint: str, known: list[str]) -> str:

@@ -93,9 +93,13 @@ class EventSource(Protocol):
         TransportError if what follows cannot be read either, as after a wrong length.
         """
 
-    def request_replay(self, first: int) -> ReplayAnswer:
-        """Ask for the messages from number `first` on. Only with a replay endpoint.
+    def request_replay(self, request: bytes, endpoint: str | None) -> ReplayAnswer:
+        """Ask for messages: a stock publisher with the number of the first one in 8 bytes, ours
+        with an Ask (kvplug/protocol.py).
 
+        endpoint: None for the replay endpoint that the source was opened with; else one that the
+        publisher named, in which a host of `*`, or an address of all interfaces, stands for the
+        host that the source is connected to.
         TransportError if nobody can be asked, or the transport has no replays: it is logged, the
         request fails at its time limit, and the stream goes on.
         """

@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -24,6 +25,9 @@ from kvplug.transports.base import Connection, Message
 
 # A follower that does not keep up misses messages, as with a stock publisher's `hwm`.
 _MAX_QUEUED_MESSAGES: Final = 100_000
+
+Answer = Callable[[bytes], Iterable[bytes]]
+"""Of a publisher to a request: payloads."""
 
 _T = TypeVar("_T")
 
@@ -37,10 +41,20 @@ class MemoryTransport:
         self._publishers: list[MemoryPublisher] = []
 
     def publisher(
-        self, endpoint: str, *, topic: str = "", buffer_steps: int = 10_000
+        self,
+        endpoint: str,
+        *,
+        topic: str = "",
+        buffer_steps: int = 10_000,
+        answer: Answer | None = None,
     ) -> MemoryPublisher:
-        """A new incarnation of a publisher, connected to all who follow the endpoint."""
-        publisher = MemoryPublisher(self, endpoint, topic.encode(), buffer_steps)
+        """A new incarnation of a publisher, connected to all who follow the endpoint.
+
+        answer: what it says to a request, which is called in the thread that asks and must not
+        publish; by default the request is the number of the first message to send again, in 8
+        bytes.
+        """
+        publisher = MemoryPublisher(self, endpoint, topic.encode(), buffer_steps, answer)
         with self._lock:
             self._publishers.append(publisher)
             for source in self._followers_of(publisher):
@@ -73,11 +87,11 @@ class MemoryTransport:
         for source in list(self._sources):
             source.close()
 
-    def replay(self, endpoint: str, first: int) -> list[Message] | None:
-        """What the endpoint's publisher still has from number `first` on; None without one."""
+    def replay(self, endpoint: str, request: bytes) -> list[Message] | None:
+        """What the endpoint's publisher answers; None without one."""
         with self._lock:
             publishers = [each for each in self._publishers if each.endpoint == endpoint]
-            return publishers[-1].kept_from(first) if publishers else None
+            return publishers[-1].answer_to(request) if publishers else None
 
     def publish(self, publisher: MemoryPublisher, payload: bytes) -> None:
         """Number a message, keep it and hand it to all who follow."""
@@ -107,10 +121,15 @@ class MemoryPublisher:
     """publish, close. One incarnation of an engine: its numbers begin at 0."""
 
     def __init__(
-        self, transport: MemoryTransport, endpoint: str, topic: bytes, buffer_steps: int
+        self,
+        transport: MemoryTransport,
+        endpoint: str,
+        topic: bytes,
+        buffer_steps: int,
+        answer: Answer | None,
     ) -> None:
         """Made by MemoryTransport.publisher. `buffer_steps` messages are kept for replays."""
-        self.endpoint = endpoint
+        self.endpoint, self._answer = endpoint, answer
         self._transport, self._topic = transport, topic
         self._num_published = 0
         self._kept: deque[Message] = deque(maxlen=buffer_steps)
@@ -130,8 +149,12 @@ class MemoryPublisher:
         self._kept.append(message)
         return message
 
-    def kept_from(self, first: int) -> list[Message]:
+    def answer_to(self, request: bytes) -> list[Message]:
         """Called by the transport, which holds its lock."""
+        if self._answer is not None:
+            payloads = enumerate(self._answer(request))
+            return [Message(self._topic, number, payload) for number, payload in payloads]
+        first = int.from_bytes(request, "big")
         return [each for each in self._kept if each.sequence is not None and each.sequence >= first]
 
 
@@ -172,10 +195,12 @@ class MemorySource:
         """Messages that have arrived, in order."""
         return _take(self._messages, max_messages)
 
-    def request_replay(self, first: int) -> MemoryReplayAnswer:
-        """What the publisher at the replay endpoint still has; nothing comes if there is none."""
-        assert self._replay is not None
-        return MemoryReplayAnswer(self._transport.replay(self._replay, first))
+    def request_replay(self, request: bytes, endpoint: str | None) -> MemoryReplayAnswer:
+        """What the publisher at the endpoint answers; nothing comes if there is none."""
+        asked = self._replay if endpoint is None else endpoint
+        if asked is None:
+            raise TransportError(f"cannot ask {self.endpoint!r}: expected a replay endpoint")
+        return MemoryReplayAnswer(self._transport.replay(asked, request))
 
     def close(self) -> None:
         """Drop what is queued."""

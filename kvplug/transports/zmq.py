@@ -11,7 +11,7 @@ A monitor socket reports the loss; the event thread then opens another source, w
 publisher's former incarnation had queued.
 
     stream    [topic, 8-byte big-endian sequence number, payload]; older publishers send no number
-    replay    we send ["", 8-byte number], DEALER to ROUTER
+    replay    we send ["", request], DEALER to ROUTER; of stock publishers it is an 8-byte number
               vLLM answers ["", topic, 8-byte number, payload] *, then ["", "", -1 in 8 bytes, ""]
               older publishers leave the topic out
 
@@ -26,6 +26,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvplug.curve_keys import ClientKeys
 from kvplug.errors import TransportError
 from kvplug.transports.base import Connection, Message
 
@@ -43,6 +44,8 @@ _MAX_RECONNECT_MS: Final = 1000
 # A peer whose machine is gone says no goodbye; libzmq answers these from a thread of its own.
 _HEARTBEAT_S: Final = 5.0
 _MISSED_HEARTBEATS: Final = 3
+
+_ANY_HOST: Final = frozenset({"*", "0.0.0.0", "[::]", "::", "0"})
 
 _Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -65,12 +68,35 @@ def message_of(frames: list[bytes]) -> Message:
     )
 
 
+def reachable(named: str, connected: str) -> str:
+    """The endpoint that a publisher names, seen from where its stream was connected.
+
+    TransportError unless it is tcp, or ipc as the stream is: whoever publishes must not open files
+    of this machine.
+    """
+    scheme, _, address = named.partition("://")
+    stream_scheme, _, stream_address = connected.partition("://")
+    if scheme == "ipc" == stream_scheme:
+        return named
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not port.isdecimal() or (host in _ANY_HOST and stream_scheme != "tcp"):
+        raise TransportError(
+            f"cannot ask the publisher of {connected!r} at {named!r:.200}: expected an endpoint "
+            "like tcp://10.0.0.7:5558"
+        )
+    return f"tcp://{stream_address.rpartition(':')[0] if host in _ANY_HOST else host}:{port}"
+
+
 class ZmqTransport:
     """All sockets of one context."""
 
-    def __init__(self, *, heartbeat_s: float = _HEARTBEAT_S) -> None:
-        """A peer that does not answer three heartbeats is gone."""
-        self._heartbeat_s = heartbeat_s
+    def __init__(
+        self, *, heartbeat_s: float = _HEARTBEAT_S, keys: ClientKeys | None = None
+    ) -> None:
+        """A peer that does not answer three heartbeats is gone. With `keys`, all connections are
+        encrypted, and only to publishers that have the secret to the public key in them.
+        """
+        self._heartbeat_s, self._keys = heartbeat_s, keys
         self._context: _Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._sources: list[ZmqSource] = []
@@ -89,7 +115,13 @@ class ZmqTransport:
         return self._open(endpoint, topic, replay, bind=False)
 
     def bind(self, endpoint: str, topic: str) -> tuple[ZmqSource, str]:
-        """Let publishers connect; a port `*` is any free one."""
+        """Let publishers connect; a port `*` is any free one. TransportError with keys, which are
+        a client's.
+        """
+        if self._keys is not None:
+            raise TransportError(
+                f"cannot bind {endpoint!r} with CURVE keys: expected publishers to connect to"
+            )
         source = self._open(endpoint, topic, None, bind=True)
         return source, source.endpoint
 
@@ -100,9 +132,9 @@ class ZmqTransport:
         self._context.destroy(linger=0)
 
     def _open(self, endpoint: str, topic: str, replay: str | None, *, bind: bool) -> ZmqSource:
-        heartbeat_s = self._heartbeat_s
+        sockets = _Sockets(self._context, self._keys)
         source = ZmqSource(
-            self._context, endpoint, topic, replay, heartbeat_s=heartbeat_s, bind=bind
+            sockets, endpoint, topic, replay, heartbeat_s=self._heartbeat_s, bind=bind
         )
         self._sources = [*(each for each in self._sources if not each.is_closed), source]
         return source
@@ -113,7 +145,7 @@ class ZmqSource:
 
     def __init__(
         self,
-        context: _Context,
+        sockets: _Sockets,
         endpoint: str,
         topic: str,
         replay: str | None,
@@ -123,12 +155,13 @@ class ZmqSource:
     ) -> None:
         """`endpoint` becomes the one that was bound, with its port, if `bind` is true."""
         self.endpoint, self._replay = endpoint, replay
-        self._context = context
+        self._sockets = sockets
+        self._is_open = bind
         self._last_topic: bytes | None = None
         self._opened = zmq.EVENT_ACCEPTED if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.Socket[bytes] | None = None
         attempt = "bind" if bind else "subscribe to events at"
-        self._socket = _socket(context, zmq.SUB, attempt, endpoint)
+        self._socket = sockets.open(zmq.SUB, attempt, endpoint)
         try:
             self._set_options(topic, int(heartbeat_s * 1000))
             self._attach(bind=bind)
@@ -153,8 +186,11 @@ class ZmqSource:
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-                was_opened = event == self._opened
-                changes.append(Connection.OPENED if was_opened else Connection.LOST)
+                if event == self._opened:
+                    self._is_open = True
+                    changes.append(Connection.OPENED)
+                elif self._is_open:  # not when a handshake failed: ZMQ tries again after a pause
+                    changes.append(Connection.LOST)
         return changes
 
     def receive(self, max_messages: int) -> list[Message]:
@@ -184,10 +220,12 @@ class ZmqSource:
             parts.append(receive(_AT_ONCE))
         return message_of(parts)
 
-    def request_replay(self, first: int) -> ZmqReplayAnswer:
-        """Ask the replay socket for the messages from number `first` on."""
-        assert self._replay is not None
-        return ZmqReplayAnswer(self._context, self._replay, first)
+    def request_replay(self, request: bytes, endpoint: str | None) -> ZmqReplayAnswer:
+        """Ask the replay socket, or another endpoint that the publisher named."""
+        asked = self._replay if endpoint is None else reachable(endpoint, self.endpoint)
+        if asked is None:
+            raise TransportError(f"cannot ask {self.endpoint!r}: expected a replay endpoint")
+        return ZmqReplayAnswer(self._sockets, asked, request)
 
     def close(self) -> None:
         """Close both sockets at once."""
@@ -220,14 +258,14 @@ class ZmqSource:
 class ZmqReplayAnswer:
     """One request to the replay socket of a publisher."""
 
-    def __init__(self, context: _Context, endpoint: str, first: int) -> None:
+    def __init__(self, sockets: _Sockets, endpoint: str, request: bytes) -> None:
         """TransportError for a bad endpoint."""
         self.is_ended = False
         attempt = "ask for a replay at"
-        self._socket = _socket(context, zmq.DEALER, attempt, endpoint)
+        self._socket = sockets.open(zmq.DEALER, attempt, endpoint)
         try:
             self._socket.connect(endpoint)
-            self._socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+            self._socket.send_multipart([b"", request], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.close()
             raise _cannot(attempt, endpoint, error) from error
@@ -260,16 +298,25 @@ class ZmqReplayAnswer:
                     messages.append(Message(b"".join(topic), number, payload))
 
 
-def _socket(context: _Context, kind: int, attempt: str, endpoint: str) -> zmq.Socket[bytes]:
-    try:
-        made = context.socket(kind)
-    except zmq.ZMQError as error:  # no descriptors are left, most likely
-        raise TransportError(f"cannot {attempt} {endpoint!r}: no socket: {error}") from error
-    made.setsockopt(zmq.IPV6, 1)
-    made.setsockopt(zmq.LINGER, 0)
-    made.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-    made.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
-    return made
+class _Sockets:
+    """open: a socket of the context, with our limits and keys."""
+
+    def __init__(self, context: _Context, keys: ClientKeys | None) -> None:
+        self._context, self._keys = context, keys
+
+    def open(self, kind: int, attempt: str, endpoint: str) -> zmq.Socket[bytes]:
+        """TransportError, which says what was attempted, if there is none."""
+        try:
+            made = self._context.socket(kind)
+        except zmq.ZMQError as error:  # no descriptors are left, most likely
+            raise TransportError(f"cannot {attempt} {endpoint!r}: no socket: {error}") from error
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        made.setsockopt(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+        if self._keys is not None:
+            self._keys.apply(made)
+        return made
 
 
 def _cannot(attempt: str, endpoint: str, error: zmq.ZMQError) -> TransportError:

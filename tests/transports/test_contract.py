@@ -202,7 +202,7 @@ async def test_a_source_may_be_opened_before_its_publisher(engine, source):
 async def test_a_replay_begins_where_it_is_asked_to(replaying, source):
     for number in range(40):
         replaying.publish(b"%d" % number)
-    answer = source.request_replay(3)
+    answer = source.request_replay((3).to_bytes(8, "big"), None)
     answered = await receive(answer, 37, part=32)
     assert [said.sequence for said in answered] == list(range(3, 40))
     assert answered[0].payload == b"3"
@@ -213,7 +213,7 @@ async def test_a_replay_begins_where_it_is_asked_to(replaying, source):
 @pytest.mark.parametrize("first", [0, 7])
 @pytest.mark.usefixtures("replaying")
 async def test_an_empty_replay_ends(source, first):
-    answer = source.request_replay(first)
+    answer = source.request_replay(first.to_bytes(8, "big"), None)
     await until(lambda: answer.receive(10) or answer.is_ended, "the end is told")
     answer.close()
     answer.close()

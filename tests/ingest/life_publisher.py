@@ -1,0 +1,120 @@
+"""A publisher of ours as a model: lives, events, a bounded history, resident sets."""
+
+from collections import deque
+from itertools import count, islice
+
+from kvplug import Router, RouterConfig, packed, protocol
+from kvplug.transports.base import Message
+from tests.ingest.publisher import TOPIC
+
+_lives = count(1)
+
+
+class TellableRouter(Router):
+    """What a publisher said of its engine is in `told`."""
+
+    def __init__(self, block_size=4, **more):
+        super().__init__(RouterConfig(block_size=block_size, **more))
+        self.told = {}
+
+    def set_blocks(self, rank, block_size, *, bigrams=False):
+        self.told["blocks"] = block_size, bigrams
+        return block_size == self.config.block_size
+
+    def set_cxl_pools(self, worker, pool_ids):
+        self.told["pools"] = worker, pool_ids
+
+    def set_cache_capacity(self, rank, num_blocks):
+        self.told["capacity"] = rank, num_blocks
+
+
+class LifePublisher:
+    """Each call that publishes returns the Message; what becomes of it is up to the caller.
+
+    `held`: the engine hashes that the engine holds. `history`: the last events of this life.
+    `held_before`: what it held before each number of each life.
+    """
+
+    def __init__(self, *, max_history=1000, part_size=3, first_name=1, **about):
+        self._names, self._part_size = count(first_name), part_size
+        self._max_history = max_history
+        self.about = {"block_size": 4, "answers_at": "tcp://*:5558", **about}
+        self.held_before = {}
+        self.restart()
+
+    def restart(self):
+        """Another process: its engine holds nothing."""
+        self.held, self._parents = [], {}
+        self.begin_life()
+
+    def begin_life(self):
+        """Numbers were lost."""
+        self.life, self.next = next(_lives), 0
+        self.history = deque(maxlen=self._max_history)
+        self.held_before[self.life] = [frozenset(self.held)]
+
+    def hello(self):
+        return self._message(self.next, protocol.Hello(self.life, self.next, 1.0, self._about()))
+
+    def store(self, num_blocks=1, *, parent=None):
+        names = list(islice(self._names, num_blocks))
+        for name, before in zip(names, [parent, *names], strict=False):
+            self.held.append(name)
+            self._parents[name] = before
+        return self.publish(_stored(names, parent))
+
+    def remove_last(self, num_blocks=1):
+        names = [self.held.pop() for _ in range(min(num_blocks, len(self.held)))]
+        return self.publish(packed.PackedRemoved(names))
+
+    def clear(self):
+        self.held = []
+        return self.publish(packed.PackedCleared())
+
+    def publish(self, *events):
+        """A message with any packed events, or bytes in their place."""
+        is_raw = len(events) == 1 and isinstance(events[0], bytes)
+        said = events[0] if is_raw else packed.encode(events)
+        message = self._message(self.next, protocol.Events(self.life, self.next, 1.0, said))
+        self.next += 1
+        self.history.append(message)
+        self.held_before[self.life].append(frozenset(self.held))
+        return message
+
+    def answer(self, request):
+        """To the bytes of an ask: messages."""
+        ask = protocol.decode(request)
+        first = self.next - len(self.history)
+        if ask.life == self.life and first <= ask.next <= self.next and ask.life:
+            said = [each for each in self.history if each.sequence >= ask.next]
+        else:
+            said = self.resident_set()
+        return [self.hello(), *said, self.end()]
+
+    def resident_set(self):
+        parts = [
+            self.held[i : i + self._part_size] for i in range(0, len(self.held), self._part_size)
+        ] or [[]]
+        for i, names in enumerate(parts):
+            said = packed.encode([_stored([name], self._parents[name]) for name in names])
+            part = protocol.Resident(self.life, self.next, i, len(parts), said)
+            yield self._message(self.next, part)
+
+    def end(self):
+        return self._message(self.next, protocol.End(self.life, self.next))
+
+    def _about(self):
+        return protocol.WorkerHello(**self.about)
+
+    def _message(self, number, said):
+        return Message(TOPIC, number, protocol.encode(said))
+
+
+def _stored(names, parent):
+    hashes = [name * 0x9E3779B97F4A7C15 % 2**64 for name in names]
+    return packed.PackedStored(names, hashes, parent)
+
+
+def message_of(said, number=0):
+    """Any message of the protocol, as a transport hands it over."""
+    return Message(TOPIC, number, protocol.encode(said))
