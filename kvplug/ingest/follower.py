@@ -21,7 +21,7 @@ from kvplug.errors import DecodeError, UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest import trust
 from kvplug.ingest.applying import Applier, SkipCounter
-from kvplug.ingest.hidden_states import HiddenStates
+from kvplug.hidden_states import HiddenStates
 from kvplug.ingest.life_sequencer import LifeSequencer
 from kvplug.ingest.replay import ReplaySettings, Request
 from kvplug.ingest.sequencer import Sequencer
