@@ -5,13 +5,18 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvplug.codec import Reason
+from kvplug.curve_keys import ServerKeys
+from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.router.config import Mode, RouterConfig
@@ -31,7 +36,11 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-OTHER_PROGRAMS = {"source", "kill"}
+OTHER_PROGRAMS = {"source", "kill", "umask"}
+OF_PUBLISHERS = {
+    value for value in vars(publisher_settings).values() if str(value).startswith("KVPLUG_")
+}
+KEY_FLAGS = ("--events-key-file", "--events-server-key")
 # Flags of programs that are not ours.
 OF_ENGINES = {
     *("--api-key", "--block-size", "--enable-force-include-usage", "--enable-prefix-caching"),
@@ -74,8 +83,7 @@ def check_command(words):
     if program == "make":
         check_make(arguments)
     elif program in ("python", "python3"):
-        assert arguments[0] == "-m"
-        check_module(arguments[1], arguments[2:])
+        check_python(*arguments)
     elif program == "vllm":
         assert arguments[0] == "serve"
         check_engine(arguments[1:])
@@ -107,7 +115,34 @@ def check_router(arguments):
     if arguments[:1] == ["doctor"]:
         doctor._parser().parse_args(arguments[1:])
     elif arguments != ["compile"]:
-        parse(arguments)
+        parse(_without_keys(arguments))
+
+
+def _without_keys(arguments):
+    """Key files are on a user's machine; `test_keys_are_made_as_the_page_says` makes some."""
+    files = [at + 1 for at, word in enumerate(arguments) if word in KEY_FLAGS]
+    return [word for at, word in enumerate(arguments) if at not in files and word not in KEY_FLAGS]
+
+
+def test_keys_are_made_as_the_page_says(tmp_path):
+    make, use = (code for _, _, code in blocks("bash", [ROOT / "docs" / "security.md"]))
+    made = make.replace("python", sys.executable)
+    subprocess.run(["sh", "-ec", made], cwd=tmp_path, check=True)
+    [[*_, secret, _, public]] = commands(use)
+    values = [str(tmp_path / Path(name).name) for name in (secret, public)]
+    flags = [word for pair in zip(KEY_FLAGS, values, strict=True) for word in pair]
+    config, _ = parse(["--worker", "http://10.0.0.7:8000", *flags])
+    assert config.event_keys is not None
+    keys = ServerKeys.from_files(tmp_path / "engines.key_secret")
+    assert keys.public == config.event_keys.server_public
+
+
+def check_python(flag, what, *arguments):
+    if flag == "-c":
+        assert compile(what, "docs", "exec")
+    else:
+        assert flag == "-m"
+        check_module(what, list(arguments))
 
 
 def check_module(module, arguments):
@@ -165,7 +200,7 @@ def of_tests():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_environment_variables_in_the_text_exist(page):
     known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE"}
-    known |= {"KVPLUG_TEST_EXAMPLES"}
+    known |= {"KVPLUG_TEST_EXAMPLES", *OF_PUBLISHERS}
     assert set(re.findall(r"\bKVPLUG_[A-Z_]*[A-Z]", page.read_text())) <= known
 
 

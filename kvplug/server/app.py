@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CHAT = "/v1/chat/completions"
-_WORKER_HEADER = "x-kvplug-worker"  # of --router-mode direct: the URL of a worker
+_WORKER_HEADER = "x-kvplug-worker"  # of --router-mode direct: a worker, as --worker names it
 
 
 class Api:
@@ -79,6 +79,7 @@ class Api:
             served.root,
             is_chat=is_chat,
             size=len(raw),
+            digests=self._fleet.tokenizers_of(model),
         )
         forward = Forward(
             model=model,

@@ -10,45 +10,59 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvplug.curve_keys import ClientKeys
 from kvplug.errors import ConfigError, TransportError
 from kvplug.events import MAX_BLOCK_SIZE, MAX_DP_SIZE
 from kvplug.router.config import RouterConfig
 from kvplug.setting import ABOVE_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
-from kvplug.transports import require_one_transport
+from kvplug.transports import TRANSPORTS, require_one_transport
 
-_WORKER = "URL[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N][,dp_size=N]"
+_WORKER = "ADDRESS[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N][,dp_size=N]"
 _FORM = (
-    f"{_WORKER}, like http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
+    f"{_WORKER}, like http://127.0.0.1:8100, tcp://127.0.0.1:5557 or "
+    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
 _KEYS = ("events", "replay", "topic", "block_size", "dp_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """One engine: where its API is, and where it publishes its KV events.
+    """One engine: where its API is, or where it publishes its KV events, or both.
 
     Without `events`, the engine is asked where it publishes; with a topic `kv@POD` or
-    `kv@POD@MODEL` it connects to the router's `events_bind`. `replay` is where it sends events
-    again. Both are those of data-parallel rank 0; the other ranks have the ports above.
+    `kv@POD@MODEL` it connects to the router's `events_bind`. Without `url`, its publisher says
+    where its API is. `replay` is where it sends events again. Endpoints are those of data-parallel
+    rank 0; the other ranks have the ports above. ConfigError with neither.
 
     block_size: its tokens per block; None: the router's, else what its events say.
     dp_size: its data-parallel ranks; None: what the engine says, else 1.
     """
 
-    url: str
+    url: str | None = None
     events: str | None = None
     topic: str = ""
     replay: str | None = None
     block_size: int | None = None
     dp_size: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a worker needs a url or an events endpoint")
+
+    @property
+    def name(self) -> str:
+        """What it is called, from the start: its URL, or else its event endpoint."""
+        return self.url or self.events or ""
+
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
         """From the form that `--worker` has; ConfigError."""
-        url, *settings = text.split(",")
-        _require_http(url, text)
-        values: dict[str, str] = {}
+        address, *settings = text.split(",")
+        is_endpoint = address.partition("://")[0] in TRANSPORTS
+        values: dict[str, str] = {"events": address} if is_endpoint else {}
+        if not is_endpoint:
+            _require_http(address, text)
         for part in settings:
             key, equals, value = part.partition("=")
             if key not in _KEYS or not equals or key in values:
@@ -62,7 +76,7 @@ class WorkerSpec:
         if "replay" in values:
             _require_one_transport(values["events"], values["replay"], text)
         return cls(
-            url=url.rstrip("/"),
+            url=None if is_endpoint else address.rstrip("/"),
             events=values.get("events"),
             topic=values.get("topic", ""),
             replay=values.get("replay"),
@@ -95,7 +109,9 @@ def _require_http(url: str, text: str) -> None:
     except ValueError:
         usable = False
     if not usable:
-        raise ConfigError(f"worker {text!r}: {url!r} is no http URL; expected {_FORM}")
+        raise ConfigError(
+            f"worker {text!r}: {url!r} is no http URL and no event endpoint; expected {_FORM}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +120,13 @@ class ServerConfig:
 
     workers: tuple[WorkerSpec, ...] = setting(
         (),
-        "an engine; repeat for each. `events`: where it publishes KV events "
+        "an engine; repeat for each. `ADDRESS`: the URL of its API; or where kvplug's plug-in "
+        "publishes its events, which says the URL. `events`: where it publishes KV events "
         "(`tcp://host:port`, `ipc://path`), by default where the engine says; vLLM before 0.32 "
-        "does not say, and without events only an engine's load counts. `replay`: its "
-        "`replay_endpoint`, from which lost events are fetched. Of an engine with data-parallel "
-        "ranks, both are those of rank 0, and the others have the next ports. `topic`: subscribe "
+        "does not say, and without events only an engine's load counts. `replay`: the "
+        "`replay_endpoint` of a stock publisher, from which lost events are fetched. Of an engine "
+        "with data-parallel ranks, endpoints are those of rank 0, and the others have the next "
+        "ports. `topic`: subscribe "
         "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
         "ranks, by default what the engine says",
         flag=f"--worker {_WORKER}",
@@ -144,6 +162,19 @@ class ServerConfig:
         "them apart: the `--worker` of each has `topic=kv@POD@MODEL` and no `events` "
         "([events](events.md#who-connects-to-whom))",
         flag="--events-bind ENDPOINT",
+    )
+    events_key_file: Path | None = setting(
+        None,
+        "the router's secret [CURVE key](security.md#keys), a `.key_secret` file of "
+        "`zmq.auth.create_certificates`: all event streams are encrypted, and followed only from "
+        "publishers with the key in `--events-server-key`. Stock publishers have none, so they "
+        "cannot be followed then",
+        flag="--events-key-file FILE",
+    )
+    events_server_key: Path | None = setting(
+        None,
+        "the public CURVE key of the engines' publishers, a `.key` file; with `--events-key-file`",
+        flag="--events-server-key FILE",
     )
     max_body_bytes: int = setting(
         32 * 2**20,
@@ -201,13 +232,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.workers:
             raise ConfigError(f"no workers: name at least one with --worker {_FORM}")
-        for name in ("url", "events", "replay"):
+        for name in ("name", "events", "replay"):
             self._require_distinct(name)
         check_settings(self)
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
-        _ = self.worker_api_key  # checks itself
+        _ = self.worker_api_key, self.event_keys  # check themselves
         self._require_topics()
+        self._require_urls()
 
     @property
     def worker_api_key(self) -> str | None:
@@ -225,6 +257,23 @@ class ServerConfig:
             )
         return key
 
+    @property
+    def event_keys(self) -> ClientKeys | None:
+        """Read from their files, too; None: event streams are not encrypted."""
+        if self.events_key_file is None and self.events_server_key is None:
+            return None
+        if self.events_key_file is None or self.events_server_key is None:
+            raise ConfigError(
+                "events_key_file, events_server_key: expected both, the router's secret key and "
+                "the public key of the engines' publishers; got one"
+            )
+        if self.events_bind is not None:
+            raise ConfigError(
+                "events_bind: expected none with events_key_file, as engines that connect to the "
+                "router cannot be checked; name each engine's endpoint with events="
+            )
+        return ClientKeys.from_files(self.events_key_file, self.events_server_key)
+
     def _require_distinct(self, name: str) -> None:
         """Two engines never share an address; a copied one would mix their blocks."""
         seen: dict[str, WorkerSpec] = {}
@@ -233,11 +282,11 @@ class ServerConfig:
             # Publishers that share an endpoint are told apart by their topics.
             if address is None or (name == "events" and worker.topic):
                 continue
-            if address in seen and name == "url":
+            if address in seen and name == "name":
                 raise ConfigError(f"worker {address!r} is named twice")
             if address in seen:
                 raise ConfigError(
-                    f"workers {seen[address].url!r} and {worker.url!r} have the same "
+                    f"workers {seen[address].name!r} and {worker.name!r} have the same "
                     f"{name}={address}; expected an endpoint of its own for each"
                 )
             seen[address] = worker
@@ -252,6 +301,15 @@ class ServerConfig:
         for worker in self.workers:
             if worker.events is None and worker.topic and Topic.parse(worker.topic) is None:
                 raise ConfigError(
-                    f"worker {worker.url!r} shares a socket with others: expected a topic like "
+                    f"worker {worker.name!r} shares a socket with others: expected a topic like "
                     f"kv@POD or kv@POD@MODEL, got {worker.topic!r}"
+                )
+
+    def _require_urls(self) -> None:
+        """Where events are not followed, nobody says a URL."""
+        for worker in self.workers:
+            if worker.url is None and not self.router.follows_events:
+                raise ConfigError(
+                    f"worker {worker.name!r}: expected the URL of its API, as this router follows "
+                    "no events, which would say it"
                 )

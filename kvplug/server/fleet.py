@@ -4,7 +4,8 @@ In:  worker specs.   Out: candidates for a model, and the state of each worker.
 
 A worker is looked at every `health_interval_s`; a request that cannot reach it marks it down at
 once. When it comes up, it is asked for its data-parallel ranks. Its blocks leave the index when
-its event stream goes (ingest/follower.py).
+its event stream goes (ingest/follower.py). A worker is known by its name: the URL of its API, or
+the event endpoint by which it was named; then its publisher says the URL.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeGuard
 
 import aiohttp
 
@@ -22,12 +23,14 @@ from kvplug.events import Rank
 from kvplug.http_service import is_local_shortage
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, UNUSED, TrustState
+from kvplug.protocol import WorkerHello
 from kvplug.router.core import Router
 from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
 from kvplug.server.rank_sources import RankSource, sources_of
 from kvplug.server.worker_events import WorkerEvents
+from kvplug.server.worker_url import url_said
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,12 @@ _SAYS_SOURCES: Final[dict[str, Callable[[bytes], list[RankSource]]]] = {
 class Worker:
     """One engine as the router sees it; `down_because` is None while it is up.
 
+    url: of its API; None until its publisher says it, if it was named by its event endpoint;
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
     name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
-    from, of former adapters, too; num_times_up: how often it came up, as each time it may be
-    another engine; num_failed_looks: since it last answered one.
+    from, of former adapters, too; tokenizer: the digest that its hello said last; num_times_up:
+    how often it came up, as each time it may be another engine; num_failed_looks: since it last
+    answered one.
     """
 
     spec: WorkerSpec
@@ -55,13 +60,23 @@ class Worker:
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
     lora_paths: dict[str, str] = field(default_factory=dict)
+    tokenizer: str = ""
     num_times_up: int = 0
     num_failed_looks: int = 0
+    url: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.url = self.spec.url
 
     @property
-    def url(self) -> str:
-        """Its name, too: the router knows the worker by its URL."""
-        return self.spec.url
+    def name(self) -> str:
+        """By which the router knows it, whatever becomes of it."""
+        return self.spec.name
+
+    @property
+    def about(self) -> WorkerHello | None:
+        """What the publisher of its first rank said of it last; None for a stock one."""
+        return self.followers[0].about if 0 in self.followers else None
 
     @property
     def is_up(self) -> bool:
@@ -71,7 +86,7 @@ class Worker:
     @property
     def ranks(self) -> list[Rank]:
         """Its data-parallel ranks, in order."""
-        return [Rank(self.url, number) for number in range(len(self.sources))]
+        return [Rank(self.name, number) for number in range(len(self.sources))]
 
 
 class Fleet:
@@ -80,7 +95,7 @@ class Fleet:
     def __init__(
         self, config: ServerConfig, router: Router, audit: Audit, session: aiohttp.ClientSession
     ) -> None:
-        self.workers = {spec.url: Worker(spec) for spec in config.workers}
+        self.workers = {spec.name: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
         self._note_models()
         self._events = WorkerEvents(config, router, audit)
@@ -99,7 +114,7 @@ class Fleet:
             self._set_sources(worker, sources_of(worker.spec, ()))
         await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
-            task = asyncio.create_task(self._watch(worker), name=f"watch {worker.url}")
+            task = asyncio.create_task(self._watch(worker), name=f"watch {worker.name}")
             self._watching.append(task)
 
     async def stop(self) -> None:
@@ -137,9 +152,13 @@ class Fleet:
         """Where the rank's events come from; None if they are not followed."""
         return self._events.endpoint_of(rank)
 
-    def has_ranks(self, url: str) -> bool:
+    def url_of(self, name: str) -> str:
+        """Where the API of a worker is that was up."""
+        return self.workers[name].url or ""
+
+    def has_ranks(self, name: str) -> bool:
         """Whether requests to the worker must name a data-parallel rank."""
-        return len(self.workers[url].sources) > 1
+        return len(self.workers[name].sources) > 1
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -151,20 +170,24 @@ class Fleet:
         return self._table.known.get(model)
 
     def candidates(self, model: str) -> frozenset[str]:
-        """URLs of the workers that serve the model: those that are up; if none is, those that did
+        """Names of the workers that serve the model: those that are up; if none is, those that did
         when they were, as one may be back before it is looked at.
         """
         return self._table.workers(model)
 
+    def tokenizers_of(self, model: str) -> frozenset[str]:
+        """The digests of the tokenizers that those workers have, as far as they say so."""
+        return self._tokenizers.get(model, frozenset())
+
     def block_size_of(self, worker: Worker) -> int | None:
         """Tokens per block; None while neither a flag nor an event said it."""
-        return self._router.fleet_index.block_size_of(worker.url)
+        return self._router.fleet_index.block_size_of(worker.name)
 
-    def mark_down(self, url: str, reason: str) -> None:
+    def mark_down(self, name: str, reason: str) -> None:
         """A request could not reach the worker."""
-        worker = self.workers[url]
+        worker = self.workers[name]
         if worker.is_up:
-            logger.warning("worker %s is down: %s", url, reason)
+            logger.warning("worker %s is down: %s", name, reason)
         self._take_down(worker, reason)
 
     def _take_down(self, worker: Worker, reason: str) -> None:
@@ -172,11 +195,22 @@ class Fleet:
         if was_up:
             self._note_models()
 
+    def _note_tokenizer(self, worker: Worker) -> None:
+        said = worker.about.tokenizer if worker.about is not None else ""
+        if said != worker.tokenizer:
+            worker.tokenizer = said
+            self._note_models()
+
     def _note_models(self) -> None:
         """A worker came up, went down, or serves something else."""
-        up = {url: worker.models for url, worker in self.workers.items() if worker.is_up}
-        down = {url: worker.models for url, worker in self.workers.items() if not worker.is_up}
+        up = {name: each.models for name, each in self.workers.items() if each.is_up}
+        down = {name: each.models for name, each in self.workers.items() if not each.is_up}
         self._table = ModelTable(up, down)
+        digests = {name: each.tokenizer for name, each in self.workers.items() if each.tokenizer}
+        said = {model: self._table.workers(model) & digests.keys() for model in self._table.known}
+        self._tokenizers = {
+            model: frozenset(digests[name] for name in names) for model, names in said.items()
+        }
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -185,6 +219,7 @@ class Fleet:
 
     async def _look_at(self, worker: Worker) -> None:
         try:
+            self._find(worker)
             await self._get(worker, "/health")
             # Each time: adapters come and go while the engine runs.
             models = served_by(await self._get(worker, "/v1/models"))
@@ -193,12 +228,13 @@ class Fleet:
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0
+        self._note_tokenizer(worker)
         if models != worker.models:
             worker.models = models
             self._note_models()
             await asyncio.to_thread(self._forget_reloaded, worker)
             # In a thread, as it waits for a run of events to end.
-            await asyncio.to_thread(self._router.add_worker, worker.url, model=model_of(models))
+            await asyncio.to_thread(self._router.add_worker, worker.name, model=model_of(models))
         if not worker.is_up:
             was_down_because = worker.down_because
             await asyncio.to_thread(self._set_sources, worker, sources_of(worker.spec, found))
@@ -206,11 +242,28 @@ class Fleet:
                 await asyncio.to_thread(self._clear, worker)
             if worker.down_because != was_down_because:
                 return
-            logger.info("worker %s is up, serving %s", worker.url, ", ".join(worker.models))
+            logger.info("worker %s is up, serving %s", _shown(worker), ", ".join(worker.models))
             self._warn_of_unfollowed(worker)
             worker.down_because = None
             worker.num_times_up += 1
             self._note_models()
+
+    def _find(self, worker: Worker) -> None:
+        """Learn where its API is, if its publisher has to say that; ValueError if it did not.
+
+        While it is up nothing changes: no hello takes requests away from an engine that answers.
+        """
+        if worker.spec.url is not None or worker.is_up:
+            return
+        follower = worker.followers.get(0)
+        has_spoken = follower is not None and follower.num_messages > 0
+        url = url_said(worker.about, worker.name, has_spoken=has_spoken)
+        for other in self.workers.values():
+            if other is not worker and other.url == url:
+                raise ValueError(f"its hello says {url}, which is worker {other.name} already")
+        if url != worker.url:
+            logger.info("worker %s: its API is at %s", worker.name, url)
+            worker.url, worker.down_because = url, "not looked at yet"
 
     async def _ask_for_sources(self, worker: Worker) -> Sequence[RankSource]:
         """What the engine says of its ranks; nothing if it knows no such question."""
@@ -220,18 +273,20 @@ class Fleet:
             except aiohttp.ClientResponseError:
                 continue  # no such route
             except ValueError:
-                logger.info("worker %s: %s says nothing of event streams", worker.url, path)
-        return ()
+                logger.info("worker %s: %s says nothing of event streams", worker.name, path)
+        about = worker.about
+        # An engine that is one rank of many has an API of its own.
+        return [RankSource(rank) for rank in range(about.dp_size)] if _is_first(about) else ()
 
     def _set_sources(self, worker: Worker, sources: list[RankSource]) -> None:
         """The worker has these ranks. Waits for a run of events to end."""
         if sources == worker.sources:
             return
         if len(sources) < len(worker.sources):
-            self._router.remove_worker(worker.url)
+            self._router.remove_worker(worker.name)
         block_size, model = worker.spec.block_size, model_of(worker.models)
         self._router.add_worker(
-            worker.url, dp_size=len(sources), model=model, block_size=block_size
+            worker.name, dp_size=len(sources), model=model, block_size=block_size
         )
         worker.sources = sources
         if self.uses_events:
@@ -245,18 +300,25 @@ class Fleet:
         for lora_name, path in paths.items():
             before = worker.lora_paths.get(lora_name, path)
             if before != path and self.uses_events:
-                num = self._router.forget_adapter(worker.url, lora_name)
+                num = self._router.forget_adapter(worker.name, lora_name)
                 text = "worker %s: adapter %r is loaded from %r now, %d blocks of it from %r are "
                 text += "forgotten"
-                logger.info(text, worker.url, lora_name, path, num, before)
+                logger.info(text, worker.name, lora_name, path, num, before)
         worker.lora_paths |= paths
 
     def _warn_of_unfollowed(self, worker: Worker) -> None:
         unknown = [rank for rank in worker.ranks if self.follower_of(rank) is None]
-        if unknown and self.uses_events:
-            text = "%s: no endpoint of its events is known, so only its load counts; start the "
-            text += "engine with --kv-events-config, and name its endpoint with events="
-            logger.warning(text, ", ".join(map(str, unknown)))
+        if not unknown or not self.uses_events:
+            return
+        unreached = [worker.sources[rank.dp_rank].unreached for rank in unknown]
+        text = "no endpoint of its events is known; start the engine with --kv-events-config, and "
+        text += "name its endpoint with events="
+        if unreached[0] is not None:
+            text = f"its events are at {unreached[0]}, which is not reached from here; publish at "
+            text += "an address of its machine (tcp://*:5557 with a stock publisher, "
+            text += "tcp://0.0.0.0:5557 with kvplug's), or name it with events="
+        names = ", ".join(map(str, unknown))
+        logger.warning("%s: only its load counts, as %s", names, text)
 
     def _clear(self, worker: Worker) -> None:
         for rank in worker.ranks:
@@ -265,7 +327,7 @@ class Fleet:
     def _note_failure(self, worker: Worker, error: Exception) -> None:
         reason = str(error) or type(error).__name__
         if is_local_shortage(error):
-            logger.warning("worker %s cannot be looked at: %s", worker.url, reason)
+            logger.warning("worker %s cannot be looked at: %s", worker.name, reason)
             return
         worker.num_failed_looks += 1
         is_rejected = isinstance(error, aiohttp.ClientConnectorError)
@@ -273,8 +335,9 @@ class Fleet:
             return  # it may be busy
         if worker.down_because != reason:
             logger.warning(
-                "worker %s is not reachable: %s; looking again every %g s",
-                worker.url,
+                "worker %s %s: %s; looking again every %g s",
+                _shown(worker),
+                "is not known yet" if worker.url is None else "is not reachable",
                 reason,
                 self._config.health_interval_s,
             )
@@ -282,6 +345,15 @@ class Fleet:
 
     async def _get(self, worker: Worker, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
-        async with self._session.get(worker.url + path, timeout=timeout) as response:
+        async with self._session.get(f"{worker.url}{path}", timeout=timeout) as response:
             response.raise_for_status()
             return await response.read()
+
+
+def _shown(worker: Worker) -> str:
+    """For the log: its name, and where it is if that is something else."""
+    return worker.name if worker.url in (None, worker.name) else f"{worker.name} ({worker.url})"
+
+
+def _is_first(about: WorkerHello | None) -> TypeGuard[WorkerHello]:
+    return about is not None and about.dp_rank == 0

@@ -17,6 +17,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import TrustState
+from kvplug.protocol import MAJOR
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
@@ -46,8 +47,9 @@ class Health:
 
     def _worker(self, worker: Worker, ledgers: Mapping[Rank, RankLedger]) -> dict[str, Any]:
         return {
+            "name": worker.name,
             "url": worker.url,
-            "state": "up" if worker.is_up else "down",
+            "state": _state(worker),
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
@@ -70,6 +72,13 @@ class Health:
         follower = self._fleet.follower_of(rank)
         endpoint = self._fleet.events_endpoint_of(rank)
         return None if follower is None else _of_stream(follower, endpoint)
+
+
+def _state(worker: Worker) -> str:
+    """`unknown`: nobody has said yet where its API is."""
+    if worker.is_up:
+        return "up"
+    return "unknown" if worker.url is None else "down"
 
 
 def _cache(size: CacheSize) -> dict[str, Any]:
@@ -112,6 +121,8 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
     return {
         "endpoint": endpoint,
         "connected": follower.connected,
+        "wire": _wire(follower),
+        "hello": msgspec.to_builtins(follower.about),
         **_trust(follower.trust),
         "last_sequence": follower.sequencer.last,
         "messages": follower.num_messages,
@@ -122,6 +133,13 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
         "blocks_removed": follower.num_removed,
         "skipped": dict(follower.skipped),
     }
+
+
+def _wire(follower: Follower) -> str | None:
+    """Whose messages come; None while none has come."""
+    if follower.about is not None:
+        return f"kvplug {MAJOR}"
+    return "stock" if follower.num_messages else None
 
 
 def _replays(follower: Follower) -> dict[str, Any]:

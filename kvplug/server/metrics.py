@@ -160,7 +160,7 @@ class _Readings(Collector):
     def _of_workers(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvplug_worker_up", "1 if the worker is up", labels=["worker"])
         for worker in self._fleet.workers.values():
-            up.add_metric([worker.url], worker.is_up)
+            up.add_metric([worker.name], worker.is_up)
         yield up
         yield from self._of_caches()
 

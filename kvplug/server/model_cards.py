@@ -38,7 +38,7 @@ class ModelTable:
     """
 
     def __init__(self, up: Mapping[str, Models], down: Mapping[str, Models]) -> None:
-        """By URL, what the workers serve that are up, and what those served that are down."""
+        """By name, what the workers serve that are up, and what those served that are down."""
         self.known: dict[str, Served] = {}
         for models in reversed([*up.values(), *down.values()]):
             self.known.update(models)
@@ -47,16 +47,16 @@ class ModelTable:
         self._workers = _workers_by_name(down) | _workers_by_name(up)
 
     def workers(self, model: str) -> frozenset[str]:
-        """URLs of those that serve the model and are up; if none is, of those that did."""
+        """Names of those that serve the model and are up; if none is, of those that did."""
         return self._workers.get(model, frozenset())
 
 
 def _workers_by_name(models: Mapping[str, Models]) -> dict[str, frozenset[str]]:
-    urls = defaultdict[str, set[str]](set)
-    for url, names in models.items():
+    workers = defaultdict[str, set[str]](set)
+    for worker, names in models.items():
         for name in names:
-            urls[name].add(url)
-    return {name: frozenset(those) for name, those in urls.items()}
+            workers[name].add(worker)
+    return {name: frozenset(those) for name, those in workers.items()}
 
 
 def served_by(answer: bytes) -> dict[str, Served]:

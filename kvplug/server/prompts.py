@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 from collections import Counter
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Reason(StrEnum):
     """Why a request is routed without knowing what is cached of it."""
 
     NO_TOKENIZER = "no_tokenizer"
+    OTHER_TOKENIZER = "other_tokenizer"
     TOO_LONG = "too_long"  # for any engine's context, and to be read in time
     UNTOKENIZABLE = "untokenizable"  # the engine may say what is wrong with it
     MULTIMODAL = "multimodal"
@@ -40,6 +42,8 @@ class Reason(StrEnum):
 
 
 _WHY = {
+    Reason.OTHER_TOKENIZER: "the engines of the model have another tokenizer.json than the router, "
+    "so its token ids would be wrong; give --tokenizer the folder of the model that they serve",
     Reason.MULTIMODAL: "an engine puts tokens and hashes of its own where a picture or a sound is",
     Reason.PROMPT_EMBEDS: "the hash of embeddings is the engine's own",
     Reason.EXTRA_KEY: "SGLang's events do not say extra_key; what these requests cache may be "
@@ -66,8 +70,17 @@ class Prompts:
         missing = {model for model, tokenizer in loaded.items() if tokenizer is None}
         return frozenset(missing & self.untokenized.keys())
 
-    async def tokens_of(self, body: Body, root: str, *, is_chat: bool, size: int) -> Tokens | None:
-        """`root` is where the engine loaded the model from, `size` the length of the body.
+    async def tokens_of(
+        self,
+        body: Body,
+        root: str,
+        *,
+        is_chat: bool,
+        size: int,
+        digests: Collection[str] = (),
+    ) -> Tokens | None:
+        """`root` is where the engine loaded the model from, `size` the length of the body;
+        `digests`: of the tokenizers that the engines of the model have, as far as they say so.
 
         A batch of prompts is represented by its first one.
         """
@@ -80,9 +93,8 @@ class Prompts:
             ready = None if is_chat else first_token_ids(body)
             if ready is not None:
                 return ready
-            tokenizer = self._tokenizer(body["model"], root)
+            tokenizer = self._tokenizer(body["model"], root, digests)
             if tokenizer is None:
-                self._note(Reason.NO_TOKENIZER)
                 return None
             if size <= _MAX_INLINE_BYTES:
                 tokens = tokenizer.first(body, is_chat=is_chat, max_new=_INLINE_CHARACTERS)
@@ -110,10 +122,15 @@ class Prompts:
             self._tokenizers[model] = _load(model, str(self._folder or root))
         return self._tokenizers[model]
 
-    def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
+    def _tokenizer(self, model: str, root: str, digests: Collection[str]) -> PromptTokenizer | None:
+        """The one that the engines have, or None and a reason."""
         tokenizer = self.tokenizer_of(model, root)
         if tokenizer is None:
             self.untokenized[model] += 1
+            self._note(Reason.NO_TOKENIZER)
+        elif digests and tokenizer.digest not in digests:
+            self._note(Reason.OTHER_TOKENIZER)
+            return None
         return tokenizer
 
 

@@ -75,10 +75,10 @@ class WorkerCounts:
 
 
 class Proxy:
-    """forward a request; `counts` by worker URL."""
+    """forward a request; `counts` by the name of the worker."""
 
     def __init__(self, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream) -> None:
-        self.counts = {url: WorkerCounts() for url in fleet.workers}
+        self.counts = {name: WorkerCounts() for name in fleet.workers}
         self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
         self._renewal_period_s = router.config.request_expiry_s / 2
 
@@ -93,15 +93,15 @@ class Proxy:
             if lost and not workers:
                 break
             exchange = _Exchange(self._route(forward, workers))
-            url = exchange.decision.rank.worker
+            name = exchange.decision.rank.worker
             try:
                 self._renew_in_time(exchange)
                 return await self._exchange(request, forward, exchange)
             except LostError as error:
-                self._note_loss(url, error)
-                tried.add(url)
+                self._note_loss(name, error)
+                tried.add(name)
                 if error.was_reached:
-                    lost.add(url)
+                    lost.add(name)
             finally:
                 self._finish(exchange)
         message = f"{' and '.join(sorted(lost))} went away before the answer began"
@@ -116,12 +116,12 @@ class Proxy:
         self._router.renew(exchange.decision.request_id)
         self._renew_in_time(exchange)
 
-    def _note_loss(self, url: str, error: LostError) -> None:
-        self.counts[url].num_lost += 1
+    def _note_loss(self, name: str, error: LostError) -> None:
+        self.counts[name].num_lost += 1
         if error.was_reached:
-            logger.warning("worker %s went away before it answered: %s", url, error)
+            logger.warning("worker %s went away before it answered: %s", name, error)
         else:
-            self._fleet.mark_down(url, str(error))
+            self._fleet.mark_down(name, str(error))
 
     def _route(self, forward: Forward, workers: frozenset[str]) -> Decision:
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
@@ -150,9 +150,9 @@ class Proxy:
         self, request: web.Request, forward: Forward, exchange: _Exchange
     ) -> web.StreamResponse:
         decision = exchange.decision
-        url, dp_rank = decision.rank.worker, decision.rank.dp_rank
-        named = dp_rank if self._fleet.has_ranks(url) else None
-        outgoing = Outgoing(url, named, request, forward.body)
+        name, dp_rank = decision.rank.worker, decision.rank.dp_rank
+        named = dp_rank if self._fleet.has_ranks(name) else None
+        outgoing = Outgoing(self._fleet.url_of(name), named, request, forward.body)
         async with self._upstream.post(outgoing) as answer:
             if answer.content_type == "text/event-stream":
                 return await self._stream(request, answer, exchange)
@@ -203,9 +203,9 @@ class Proxy:
             events.take_begun()
             return self._broken(decision.rank.worker, str(lost))
 
-    def _broken(self, url: str, reason: str) -> bytes:
-        logger.warning("worker %s went away in the middle of an answer: %s", url, reason)
-        self.counts[url].num_broken += 1
+    def _broken(self, name: str, reason: str) -> bytes:
+        logger.warning("worker %s went away in the middle of an answer: %s", name, reason)
+        self.counts[name].num_broken += 1
         message = "the worker went away in the middle of the answer"
         return error_event(ApiError(502, message, code="worker_lost"))
 

@@ -6,23 +6,22 @@ Out: a RankSource for each rank.
 
 The engines bind one port for each rank, the first one's and those above it. Of an endpoint with a
 wildcard, the worker's URL says the host. Only `tcp://` is reached from another machine: an endpoint
-of another scheme counts if the worker's URL is a loopback address, and has no next port.
+of another scheme, or with a loopback address, counts if the worker's URL has a loopback address,
+too. Only `tcp://` has a next port.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvplug.events import MAX_DP_SIZE
 from kvplug.server.config import WorkerSpec
+from kvplug.server.hosts import in_brackets, is_loopback, is_wildcard
 from kvplug.transports import TRANSPORTS
-
-_WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class RankSource(msgspec.Struct, frozen=True):
@@ -30,13 +29,15 @@ class RankSource(msgspec.Struct, frozen=True):
 
     engine_rank: what its batches call the rank; None: whatever they say. events: None if it
     publishes none, or nobody knows where; replay: where it sends past events again; hides_states:
-    whether its model has windows or states of which its events say nothing.
+    whether its model has windows or states of which its events say nothing; unreached: where it
+    publishes, if that cannot be reached from here.
     """
 
     engine_rank: int | None = None
     events: str | None = None
     replay: str | None = None
     hides_states: bool = False
+    unreached: str | None = None
 
 
 class _Publisher(msgspec.Struct):
@@ -127,8 +128,8 @@ def _source(
     hides = said is not None and said.hides_states
     if spec.events is None:
         events, replay = (said.events, said.replay) if said is not None else (None, None)
-        reached = _reached(events, spec.url), _reached(replay, spec.url)
-        return RankSource(engine_rank, *reached, hides)
+        reached = _reached(events, spec.name), _reached(replay, spec.name)
+        return RankSource(engine_rank, *reached, hides, None if reached[0] else events)
     distance = rank
     if said is not None and first is not None:
         distance = _distance(said.events, first.events, rank)
@@ -151,12 +152,14 @@ def _reached(endpoint: str | None, url: str) -> str | None:
     if scheme not in TRANSPORTS:
         return None
     if scheme != "tcp":
-        return endpoint if host in _LOOPBACK else None
+        return endpoint if is_loopback(host) else None
     at, _, port = address.rpartition(":")
     if port in ("", "0", "*"):
         return None
-    if at in _WILDCARDS:
-        at = f"[{host}]" if ":" in host else host
+    if is_wildcard(at):
+        at = in_brackets(host)
+    elif is_loopback(at) and not is_loopback(host):
+        return None
     return f"tcp://{at}:{port}"
 
 

@@ -63,19 +63,19 @@ class WorkerEvents:
 
         TransportError for an endpoint in `spec` that no transport understands.
         """
-        for rank in [rank for rank in self._followers if rank.worker == spec.url]:
+        for rank in [rank for rank in self._followers if rank.worker == spec.name]:
             gone = rank.dp_rank >= len(sources)
             if gone or not self._is_same(rank, sources[rank.dp_rank]):
                 self._unfollow(rank)
         for number, source in enumerate(sources):
-            rank = Rank(spec.url, number)
+            rank = Rank(spec.name, number)
             self._sources[rank] = source
             if rank in self._followers:
                 self._followers[rank].engine_rank = source.engine_rank
                 self._followers[rank].hides_states = source.hides_states
             else:
                 self._follow(spec, rank, source)
-        return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.url}
+        return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.name}
 
     def _is_same(self, rank: Rank, source: RankSource) -> bool:
         before = self._sources[rank]

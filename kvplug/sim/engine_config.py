@@ -12,13 +12,15 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from kvplug._version import __version__
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_DP_SIZE
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.vllm_hashes import Lora
+
+Wire = Literal["vllm", "kvplug"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class SimConfig:
     events_endpoint: str | None = "tcp://127.0.0.1:0"
     replay_endpoint: str | None = None
     topic: str = ""
+    wire: Wire = "vllm"
     buffer_steps: int = 10_000
     grace_s: float = 1.0
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -82,6 +85,8 @@ class SimConfig:
             raise ConfigError(f"grace_s must be above 0, got {self.grace_s}")
         if self.tokenizer is not None and not self.tokenizer.is_dir():
             raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        if self.wire not in get_args(Wire):
+            raise ConfigError(f"wire must be vllm or kvplug, got {self.wire!r}")
         if self.replay_endpoint is not None and self.events_endpoint is None:
             raise ConfigError("replay_endpoint needs an events_endpoint: nothing would be replayed")
 
@@ -107,8 +112,10 @@ HELP: Final = {
     "dp_size": "data-parallel ranks; a request chooses one by the header X-data-parallel-rank",
     "events_endpoint": "where KV events are published, by rank N at N ports above; port 0 is a free"
     " one, `none` is nowhere",
-    "replay_endpoint": "where past KV events can be asked for, or `none`",
+    "replay_endpoint": "where past KV events can be asked for, or `none`; with the wire kvplug, "
+    "where followers ask, and `none` is a free port",
     "topic": "topic of the KV events",
+    "wire": "whose publisher it has: vllm, the stock one, or kvplug, that of kvplug's plug-in",
     "buffer_steps": "event batches that are kept for replay",
     "grace_s": "how long requests in flight may take to end at stop",
     "num_gpu_blocks": "blocks of the cache, vLLM's null block among them",

@@ -15,17 +15,16 @@ from typing import Self
 
 import msgspec
 from aiohttp import web
-from msgspec import structs
 
-from kvplug import codec
 from kvplug.engines.binding import local_endpoint
+from kvplug.engines.event_stream import EventStream
 from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig
 from kvplug.events import EventBatch
 from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
 from kvplug.sim.engine import SimulatedEngine
 from kvplug.sim.engine_config import SimConfig
+from kvplug.sim.publishing import open_publishers
 from kvplug.sim.ranks import Ranks
 from kvplug.sim.runner import EngineRunner
 from kvplug.sim.tokenizer import ByteTokenizer, Tokenizer
@@ -47,12 +46,15 @@ class EngineService:
             )
             for _ in range(config.dp_size)
         ]
-        self._publishers: list[Publisher] = []
+        self._publishers: list[Publisher | EventStream] = []
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
+            for publisher in open_publishers(self.config, self._tokenizer.digest):
+                started.callback(publisher.shutdown)
+                self._publishers.append(publisher)
             runners = [
-                EngineRunner(engine, self._start_publishing(started, rank))
+                EngineRunner(engine, self._publish_as(rank))
                 for rank, engine in enumerate(self.engines)
             ]
             self.stepping = await started.enter_async_context(_as_task(runners))
@@ -66,6 +68,9 @@ class EngineService:
             )
             started.push_async_callback(self._runner.cleanup)
             await self._listen()
+            for publisher in self._publishers:
+                if isinstance(publisher, EventStream):
+                    publisher.note(url=self.url)
             self._started = started.pop_all()
         return self
 
@@ -90,36 +95,23 @@ class EngineService:
     @property
     def replay_endpoint(self) -> str | None:
         """Where past events of rank 0 can be asked for."""
-        return (
-            local_endpoint(self._publishers[0].replay_endpoint or "") if self._publishers else None
-        )
+        return local_endpoint(self._publishers[0].answers_at or "") if self._publishers else None
 
     def addresses(self) -> dict[str, str | None]:
         """What a caller needs to reach it; of its events, those of rank 0."""
         return {"url": self.url, "events": self.events_endpoint, "replay": self.replay_endpoint}
 
-    def _start_publishing(self, started: AsyncExitStack, rank: int) -> Publish:
-        if self.config.events_endpoint is None:
-            return _publish_nowhere
-        config = PublisherConfig(
-            endpoint=self.config.events_endpoint,
-            replay_endpoint=self.config.replay_endpoint,
-            topic=self.config.topic,
-            buffer_steps=self.config.buffer_steps,
-        )
-        publisher = Publisher(config, rank, codec.encode, logger, must_bind=True)
-        started.callback(publisher.shutdown)
-        self._publishers.append(publisher)
-        return lambda batch: publisher.publish(structs.replace(batch, dp_rank=rank))
+    def _publish_as(self, rank: int) -> Publish:
+        return self._publishers[rank].publish if self._publishers else _publish_nowhere
 
     def _event_sources(self) -> dict[str, dict[str, object]]:
         """As vLLM 0.32 says it."""
         return {
             str(rank): {
                 "enable_kv_cache_events": True,
-                "publisher": "zmq",
+                "publisher": "zmq" if self.config.wire == "vllm" else "kvplug",
                 "endpoint": publisher.endpoint,
-                "replay_endpoint": publisher.replay_endpoint,
+                "replay_endpoint": publisher.answers_at,
                 "buffer_steps": self.config.buffer_steps,
                 "topic": self.config.topic,
             }

@@ -26,9 +26,13 @@ _MAX_WORDS: Final = 1024
 
 
 class Tokenizer(Protocol):
-    """`vocabulary` is what generated tokens are taken from: text of them, encoded, is them."""
+    """`vocabulary` is what generated tokens are taken from: text of them, encoded, is them.
+
+    digest: the first 16 hex digits of the SHA-256 of its tokenizer.json, "" if it has none.
+    """
 
     vocabulary: Sequence[int]
+    digest: str
 
     def completion(self, body: Body) -> Sequence[Sequence[int]]:
         """Token ids of each prompt; raises TokenizerError."""
@@ -43,6 +47,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per byte of UTF-8; a conversation is written as `<|role|>` lines."""
 
+    digest = ""
     vocabulary: Sequence[int] = tuple(b"abcdefghijklmnopqrstuvwxyz    ")
 
     def completion(self, body: Body) -> Sequence[Sequence[int]]:
@@ -85,7 +90,7 @@ class FolderTokenizer:
     """The tokenizer of a model's folder."""
 
     def __init__(self, prompts: PromptTokenizer, folder: Path) -> None:
-        self._prompts = prompts
+        self._prompts, self.digest = prompts, prompts.digest
         self._backend = Backend.from_file(str(folder / "tokenizer.json"))
         self.vocabulary: Sequence[int] = _words(self._backend)
 

@@ -10,7 +10,9 @@ versions computed.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -36,18 +38,28 @@ _OWN_CHAT_CODE = frozenset([
 # fmt: on
 
 
+# A model as a hub names it, and the folder of one revision of it in a cache, on any machine.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
+_HUB_FOLDER = re.compile(r"(?:^|/)models--([\w.-]+)/snapshots/(\w+)/?$")
+_NUM_DIGITS = 16
+
+
 class ModelFiles(NamedTuple):
-    """What a folder says; special_tokens are variables of the templates: bos_token and so on."""
+    """What a folder says; special_tokens are variables of the templates: bos_token and so on;
+    digest: the first 16 hex digits of the SHA-256 of tokenizer.json.
+    """
 
     backend: Tokenizer
     templates: ChatTemplates
     special_tokens: Mapping[str, str]
+    digest: str
 
 
 def find_model_folder(name: str) -> Path:
     """The folder of that name, or where this machine keeps the model of that name from the hub.
 
-    Nothing is downloaded; TokenizerError if there is neither.
+    The name may also be the model's folder in the Hugging Face cache of another machine. Nothing is
+    downloaded; TokenizerError if there is none.
     """
     folder = Path(name)
     return folder if name and folder.is_dir() else _cached_folder(name)
@@ -69,7 +81,8 @@ def read_model_folder(folder: Path) -> ModelFiles:
             f"cannot read the JSON files of {folder}: expected the fields that transformers "
             f"writes, got {error!r}"
         ) from error
-    return ModelFiles(backend, templates, special_tokens)
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()[:_NUM_DIGITS]
+    return ModelFiles(backend, templates, special_tokens, digest)
 
 
 def _read_text(path: Path) -> str:
@@ -94,16 +107,37 @@ def _read_json(path: Path) -> Json:
 
 
 def _cached_folder(name: str) -> Path:
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    """Of the revision in the name, else of `main`, else the only one that is there.
 
-    try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise TokenizerError(
-            f"cannot find the tokenizer: expected {name!r} to be a folder, or a model in the "
-            "Hugging Face cache of this machine"
-        ) from error
+    `snapshot_download` of huggingface_hub 2.4 finds only snapshots with every file of the
+    repository, and engines fetch the files that they need.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    model, revision = _hub_model(name)
+    cached = Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    snapshots = {each.name: each for each in cached.glob("snapshots/*")} if model else {}
+    for wanted in (revision, _main_revision(cached)):
+        if wanted in snapshots:
+            return snapshots[wanted]
+    if len(snapshots) == 1:
+        return snapshots.popitem()[1]
+    raise TokenizerError(
+        f"cannot find the tokenizer: expected {name!r} to be a folder, or a model in the "
+        "Hugging Face cache of this machine"
+    )
+
+
+def _hub_model(name: str) -> tuple[str, str]:
+    """The model and the revision that are meant; "" for what is not said."""
+    if folder := _HUB_FOLDER.search(name):
+        return folder[1].replace("--", "/"), folder[2]
+    return (name, "") if _HUB_NAME.fullmatch(name) else ("", "")
+
+
+def _main_revision(cached: Path) -> str:
+    ref = cached / "refs" / "main"
+    return _read_text(ref).strip() if ref.is_file() else ""
 
 
 def _tokenizer_config(folder: Path) -> Json:

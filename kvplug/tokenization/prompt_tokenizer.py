@@ -67,9 +67,16 @@ class PromptTokenizer:
     """Tokenizes request bodies as the engine does."""
 
     def __init__(
-        self, backend: Tokenizer, templates: ChatTemplates, special_tokens: Mapping[str, str]
+        self,
+        backend: Tokenizer,
+        templates: ChatTemplates,
+        special_tokens: Mapping[str, str],
+        digest: str = "",
     ) -> None:
-        """Use from_folder; special_tokens are the template's variables: bos_token and so on."""
+        """Use from_folder; special_tokens are the template's variables: bos_token and so on;
+        digest: the first 16 hex digits of the SHA-256 of tokenizer.json.
+        """
+        self.digest = digest
         self._backend, self._encoder = backend, PieceEncoder(backend)
         self._templates = templates
         self._special_tokens = special_tokens

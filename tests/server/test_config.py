@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from kvplug.errors import ConfigError
-from kvplug.router.config import Mode
+from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.transports import TRANSPORTS
@@ -21,6 +21,19 @@ def test_a_worker_is_read_with_its_settings():
     assert WorkerSpec.parse("https://host/base/").url == "https://host/base"
 
 
+def test_a_worker_may_be_named_by_its_event_endpoint_alone():
+    spec = WorkerSpec.parse("tcp://127.0.0.1:5557,dp_size=2")
+    assert spec == WorkerSpec(events="tcp://127.0.0.1:5557", dp_size=2)
+    assert spec.name == "tcp://127.0.0.1:5557"
+    assert WorkerSpec.parse("ipc:///run/events").name == "ipc:///run/events"
+    assert WorkerSpec.parse(WORKER).name == "http://127.0.0.1:8100"
+
+
+def test_a_worker_has_an_address():
+    with pytest.raises(ConfigError, match="needs a url or an events endpoint"):
+        WorkerSpec(topic="kv@a")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -33,10 +46,12 @@ def test_a_worker_is_read_with_its_settings():
         "http://host,event=tcp://127.0.0.1:5557",
         "http://host,events=5557",
         "http://host,events=tcp://a:1,events=tcp://b:2",
+        "tcp://a:1,events=tcp://b:2",
+        "inproc://events",
     ],
 )
 def test_a_malformed_worker_is_rejected_with_the_form(text):
-    with pytest.raises(ConfigError, match="expected URL") as rejected:
+    with pytest.raises(ConfigError, match="expected ADDRESS") as rejected:
         WorkerSpec.parse(text)
     assert f"worker {text!r}" in str(rejected.value)
 
@@ -80,6 +95,36 @@ def test_a_block_size_that_is_none_is_rejected(size):
         ({"grace_s": 0}, "grace_s must be above 0"),
         ({"health_interval_s": -1}, "health_interval_s must be above 0"),
         ({"worker_api_key_file": Path("/nowhere")}, "worker_api_key_file: cannot be read: "),
+        ({"events_key_file": Path("/nowhere")}, "events_server_key: expected both"),
+        ({"events_server_key": Path("/nowhere")}, "events_server_key: expected both"),
+        (
+            {"events_key_file": Path("/nowhere"), "events_server_key": Path("/nowhere")},
+            "cannot use the key file /nowhere: expected a certificate",
+        ),
+        (
+            {
+                "events_key_file": Path("/nowhere"),
+                "events_server_key": Path("/nowhere"),
+                "events_bind": "tcp://*:5557",
+            },
+            "events_bind: expected none with events_key_file",
+        ),
+        (
+            {
+                "workers": [
+                    WorkerSpec(events="tcp://c:1"),
+                    WorkerSpec(url="http://a", events="tcp://c:1"),
+                ]
+            },
+            "'tcp://c:1' and 'http://a' have the same events=tcp://c:1",
+        ),
+        (
+            {
+                "workers": [WorkerSpec(events="tcp://c:1")],
+                "router": RouterConfig(use_kv_events=False),
+            },
+            "worker 'tcp://c:1': expected the URL of its API, as this router follows no events",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(settings, sentence):

@@ -118,7 +118,17 @@ def test_other_endpoints_are_reached_on_the_same_machine(endpoint, monkeypatch):
 def test_an_endpoint_without_a_transport_is_none():
     spec = WorkerSpec(url="http://127.0.0.1:8000")
     [source] = sources_of(spec, of_vllm(vllm("inproc://events", replay_endpoint="tcp://*:6557")))
-    assert source == RankSource(0, None, "tcp://127.0.0.1:6557")
+    assert source == RankSource(0, None, "tcp://127.0.0.1:6557", unreached="inproc://events")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "[::1]"])
+def test_a_loopback_endpoint_is_reached_on_the_same_machine_only(host):
+    found = of_vllm(vllm(f"tcp://{host}:5557", replay_endpoint=f"tcp://{host}:6557"))
+    assert sources(found) == [RankSource(0, unreached=f"tcp://{host}:5557")]
+    [source] = sources_of(WorkerSpec(url="http://localhost:8000"), found)
+    assert source == RankSource(0, f"tcp://{host}:5557", f"tcp://{host}:6557")
+    [named] = sources(found, events="tcp://10.0.0.7:5557")
+    assert named == RankSource(0, "tcp://10.0.0.7:5557")
 
 
 @pytest.mark.parametrize("events", ["tcp://h:65535", "ipc:///run/events"])

@@ -1,11 +1,14 @@
 """What the files of a model's folder make of its tokenizer."""
 
+import hashlib
 import re
 
 import pytest
 
 from kvplug.errors import TokenizerError
+from kvplug.tokenization.model_folder import find_model_folder
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
+from tests.hub_cache import REVISION, put_into_hub_cache
 from tests.tokenization.conftest import write_folder
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -25,20 +28,43 @@ def load(tmp_path):
 
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
-    """A cache with one model, as huggingface_hub lays it out."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    model = tmp_path / "models--org--tiny"
-    write_folder(model / "snapshots" / "0123", "byte_level.json", {"tokenizer_config.json": {}})
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("0123")
+    """A cache with one model, of which an engine has fetched what it needs."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_folder(tmp_path / "files", "byte_level.json", {"tokenizer_config.json": {}})
+    put_into_hub_cache(tmp_path, "org/tiny", tmp_path / "files")
+    return tmp_path
 
 
-def test_a_model_of_the_hub_is_taken_from_the_local_cache(hub_cache):
-    tokenizer = PromptTokenizer.of_model("org/tiny")
+@pytest.mark.parametrize(
+    "name", ["org/tiny", f"/data/hf/hub/models--org--tiny/snapshots/{REVISION}"]
+)
+def test_a_model_of_the_hub_is_taken_from_the_local_cache(hub_cache, name):
+    """Also if an engine on another machine names the folder in its own cache."""
+    tokenizer = PromptTokenizer.of_model(name)
     assert tokenizer.completion({"prompt": "hello"})[0].tolist()
+    content = (hub_cache / "files" / "tokenizer.json").read_bytes()
+    assert tokenizer.digest == hashlib.sha256(content).hexdigest()[:16]
 
 
-@pytest.mark.parametrize("name", ["org/other", "/nowhere/at/all", "", "no such name"])
+def test_of_several_revisions_the_named_one_is_taken_and_else_main(hub_cache):
+    other = "f" * 40
+    put_into_hub_cache(hub_cache, "org/tiny", hub_cache / "files", ref=None, revision=other)
+    snapshots = hub_cache / "hub" / "models--org--tiny" / "snapshots"
+    assert find_model_folder("org/tiny") == snapshots / REVISION
+    assert find_model_folder(f"/x/models--org--tiny/snapshots/{other}") == snapshots / other
+    assert find_model_folder("/x/models--org--tiny/snapshots/0") == snapshots / REVISION
+
+
+def test_the_only_revision_is_taken_if_none_is_main(hub_cache):
+    (hub_cache / "hub" / "models--org--tiny" / "refs" / "main").unlink()
+    snapshots = hub_cache / "hub" / "models--org--tiny" / "snapshots"
+    assert find_model_folder("org/tiny") == snapshots / REVISION
+    put_into_hub_cache(hub_cache, "org/tiny", hub_cache / "files", ref=None, revision="f" * 40)
+    with pytest.raises(TokenizerError, match="in the Hugging Face cache of this machine"):
+        find_model_folder("org/tiny")
+
+
+@pytest.mark.parametrize("name", ["org/other", "/nowhere/at/all", "", "no such name", "../hub"])
 def test_a_model_that_is_not_here_is_named(hub_cache, name):
     with pytest.raises(TokenizerError, match="in the Hugging Face cache of this machine"):
         PromptTokenizer.of_model(name)

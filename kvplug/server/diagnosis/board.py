@@ -110,10 +110,10 @@ class Diagnosis:
         asked = self._asked_since_up(worker)
         if worker.is_up and (asked is None or time.monotonic() - asked.at_s > _ASK_AGAIN_S):
             num_times_up = worker.num_times_up
-            facts = await self._prober.facts(worker.url)
-            disagreement = await self._disagreement(worker)
+            facts = await self._prober.facts(worker.url or "")
+            disagreement = await self._disagreement(worker, worker.url or "")
             now_s = time.monotonic()
-            self._asked[worker.url] = _Asked(now_s, num_times_up, facts, disagreement)
+            self._asked[worker.name] = _Asked(now_s, num_times_up, facts, disagreement)
             if facts.num_blocks is not None:
                 for rank in worker.ranks:
                     with suppress(UnknownRankError):  # it may have gone while it was asked
@@ -121,11 +121,11 @@ class Diagnosis:
 
     def _asked_since_up(self, worker: Worker) -> _Asked | None:
         """What it said, unless it was down since: it may be another engine."""
-        asked = self._asked.get(worker.url)
+        asked = self._asked.get(worker.name)
         is_same = asked is not None and asked.num_times_up == worker.num_times_up
         return asked if worker.is_up and is_same else None
 
-    async def _disagreement(self, worker: Worker) -> Disagreement | None:
+    async def _disagreement(self, worker: Worker, url: str) -> Disagreement | None:
         for model, served in sorted(worker.models.items()):
             if served.lora_name:
                 continue  # an adapter has its model's tokenizer
@@ -133,7 +133,9 @@ class Diagnosis:
             tokenizer = await asyncio.to_thread(self._prompts.tokenizer_of, model, root)
             if tokenizer is None:
                 continue
-            found = await compare_tokenization(self._prober, worker.url, model, tokenizer)
+            if worker.tokenizer not in ("", tokenizer.digest):
+                return Disagreement(ours=_file(tokenizer.digest), theirs=_file(worker.tokenizer))
+            found = await compare_tokenization(self._prober, url, model, tokenizer)
             if found is not None:
                 return found
         return None
@@ -153,12 +155,15 @@ class Diagnosis:
         return WorkerView(
             rank=rank,
             down_because=worker.down_because,
+            is_found=worker.url is not None,
             uses_events=self._fleet.uses_events,
             models={name: served.root for name, served in worker.models.items()},
             block_size=self._fleet.block_size_of(worker),
             cache_size=self._router.cache_size(rank),
             num_ranks=len(worker.sources),
             events=self._fleet.events_endpoint_of(rank),
+            has_keys=self._config.events_key_file is not None,
+            unreached=worker.sources[rank.dp_rank].unreached,
             topic=worker.spec.topic,
             stream=self._stream(worker, rank),
             ledger=ledger,
@@ -187,6 +192,7 @@ class Diagnosis:
             incomplete=state.reason if is_incomplete else None,
             fix=state.fix or "",
             can_replay=follower.can_replay or worker.sources[rank.dp_rank].events is None,
+            answers=follower.about is not None and follower.about.answers_at is not None,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,
             skipped=self._skips.of(str(rank), follower.skipped.copy(), time.monotonic()),
@@ -199,3 +205,7 @@ class Diagnosis:
             return False
         since = self._away_since.setdefault(follower.rank, time.monotonic())
         return time.monotonic() - since >= self._connect_grace_s
+
+
+def _file(digest: str) -> str:
+    return f"a tokenizer.json with the SHA-256 {digest}..."

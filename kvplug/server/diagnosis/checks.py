@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from kvplug.audit.contradictions import Blocks, Scope
 from kvplug.audit.ledger import RankLedger
 from kvplug.index.apply_result import RejectReason
+from kvplug.protocol import MAJOR
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.view import WorkerView
 
@@ -26,10 +27,12 @@ _MAX_OTHER_COUNTS = 0.01
 _MIN_AUDITED = 200
 _MAX_INCORRECT = 0.01
 
+_OTHER_VERSION = "unsupported_version"
 _SKIPS_OF_THEIR_OWN = {
     RejectReason.BLOCK_SIZE.value,
     RejectReason.UNKNOWN_PARENT.value,
     RejectReason.REFUSED_TIER.value,
+    _OTHER_VERSION,
 }
 # Understood and left out on purpose, or answered by following on.
 _HARMLESS_SKIPS = {
@@ -57,6 +60,9 @@ def _checks_of(view: WorkerView) -> _Checks:
 
 
 def _worker_down(view: WorkerView) -> Finding:
+    if not view.is_found:
+        seen, _, fix = str(view.down_because).partition("; ")
+        return Finding(view.name, Code.WORKER_UNKNOWN, "the URL of its API", seen, fix)
     fix = "start the engine, or take the worker out of the router's --worker list"
     if str(view.down_because).startswith("401"):
         fix = "put the engine's key into a file and name it with --worker-api-key-file"
@@ -68,6 +74,13 @@ def _events(view: WorkerView) -> Found:
     if view.facts.publishes is False:
         fix = f"start the engine with --kv-events-config '{_config(view)}'"
         yield Finding(view.name, Code.EVENTS_OFF, "KV events", "an engine without", fix)
+    elif view.events is None and view.unreached is not None:
+        seen = f"{view.unreached}, which is not reached from the router's machine"
+        fix = (
+            "have the engine publish at an address of its machine (tcp://*:5557 with a stock "
+            "publisher, tcp://0.0.0.0:5557 with kvplug's), or name one with events="
+        )
+        yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", seen, fix)
     elif view.events is None:
         fix = "add ,events=tcp://HOST:PORT to its --worker, the engine's events endpoint"
         yield Finding(view.name, Code.NO_EVENT_ENDPOINT, "an events endpoint", "none", fix)
@@ -76,6 +89,11 @@ def _events(view: WorkerView) -> Found:
             "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
             "binds only an address with a `*`, and connects to any other"
         )
+        if view.has_keys:
+            fix = (
+                "only publishers with the key in --events-server-key are followed, so give the "
+                "engine's kvplug its secret key; a stock publisher has none: follow it without keys"
+            )
         yield Finding(view.name, Code.EVENTS_DISCONNECTED, view.events, "no connection", fix)
 
 
@@ -150,7 +168,16 @@ def _skipped(view: WorkerView) -> Found:
         yield Finding(view.name, Code.EVENTS_SKIPPED, "events that can be used", seen, fix)
 
 
+def _protocol_version(view: WorkerView) -> Found:
+    if view.stream is not None and view.stream.skipped[_OTHER_VERSION]:
+        expected, seen = f"version {MAJOR} of kvplug's wire format", "another version"
+        fix = "install the same release of kvplug in the engine and the router"
+        yield Finding(view.name, Code.PROTOCOL_VERSION, expected, seen, fix)
+
+
 def _replay_off(view: WorkerView) -> Found:
+    if view.stream is not None and view.stream.answers:
+        return
     if view.facts.publishes and view.facts.replays is False:
         fix = 'add "replay_endpoint": "tcp://*:6557" to the engine\'s --kv-events-config'
         seen = "none: what is lost, or was said before the router came, stays unknown"
@@ -308,11 +335,11 @@ def _models_differ(views: Sequence[WorkerView]) -> Found:
     roots: dict[str, tuple[str, str]] = {}
     for view in views:
         for model, root in view.models.items():
-            first_url, first = roots.setdefault(model, (view.url, root))
+            first_worker, first = roots.setdefault(model, (view.worker, root))
             if PurePosixPath(root).name != PurePosixPath(first).name:
-                expected = f"model {model!r} loaded from {first!r}, as on {first_url}"
+                expected = f"model {model!r} loaded from {first!r}, as on {first_worker}"
                 fix = "give different models different names (--served-model-name)"
-                yield Finding(view.url, Code.MODEL, expected, repr(root), fix)
+                yield Finding(view.worker, Code.MODEL, expected, repr(root), fix)
 
 
 def _versions_differ(views: Sequence[WorkerView]) -> Found:
@@ -322,15 +349,15 @@ def _versions_differ(views: Sequence[WorkerView]) -> Found:
             continue
         first = firsts.setdefault(view.facts.engine, view)
         if first.facts.version != view.facts.version:
-            expected = f"{view.facts.engine} {first.facts.version}, as on {first.url}"
+            expected = f"{view.facts.engine} {first.facts.version}, as on {first.worker}"
             fix = "run one version, or take the finding for a note while you upgrade"
-            yield Finding(view.url, Code.ENGINE_VERSION, expected, view.facts.version, fix)
+            yield Finding(view.worker, Code.ENGINE_VERSION, expected, view.facts.version, fix)
 
 
 _Checks = tuple[Callable[[WorkerView], Found], ...]
 _OF_EVENTS: _Checks = (
     *(_events, _topic, _no_events, _never_matches, _incomplete, _skipped, _replay_off),
-    *(_event_format, _hash_mismatch, _contradicted),
+    *(_protocol_version, _event_format, _hash_mismatch, _contradicted),
 )
 _OF_RANK: _Checks = (_block_size, _cache_capacity, _incorrect_routing)
 _OF_WORKER: _Checks = (_prefix_caching, _tokenizer, _no_tokenizer, _data_parallel, _cached_tokens)

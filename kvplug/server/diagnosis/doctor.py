@@ -1,7 +1,7 @@
-"""`python -m kvplug.router doctor`: what is wrong with a fleet, as a table.
+"""`python -m kvplug.router doctor`: what is wrong with a fleet, and what its event streams are.
 
 In:  the URL of a running router, or workers to ask directly.
-Out: a table; exit code 0 if nothing is found, 1 if something is, 2 if nobody could be asked.
+Out: two tables; exit code 0 if nothing is found, 1 if something is, 2 if nobody could be asked.
 
 What only traffic shows (events that never match, a usage without cached tokens) is not found by
 asking directly.
@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +27,9 @@ from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding, table_of
-from kvplug.server.fleet import Fleet
+from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
+from kvplug.server.fleet import Fleet, Worker
+from kvplug.server.health import Health
 from kvplug.server.prompts import Prompts
 from kvplug.server.upstream import Upstream
 
@@ -36,11 +38,13 @@ NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
 _CONNECT_LIMIT_S = 3.0
+_LOOK_EVERY_S = 0.2
 _POLL_S = 0.02
 
 
 class _Health(msgspec.Struct):
     findings: list[Finding]
+    workers: list[WorkerHealth]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,18 +53,19 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     logging.getLogger("kvplug").addHandler(logging.NullHandler())  # the table says it all
     try:
-        findings = asyncio.run(_findings(arguments))
+        health = asyncio.run(_health(arguments))
     except ConfigError as error:
         parser.error(str(error))
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         reason = str(error) or type(error).__name__
         sys.stderr.write(f"doctor: no answer from a router at {arguments.url}: {reason}\n")
         return UNREACHABLE
-    sys.stdout.write(table_of(findings) + "\n")
-    return SOMETHING if findings else NOTHING
+    lines = [table_of(health.findings), *lines_of(health.workers)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return SOMETHING if health.findings else NOTHING
 
 
-async def _findings(arguments: argparse.Namespace) -> list[Finding]:
+async def _health(arguments: argparse.Namespace) -> _Health:
     if not arguments.worker:
         return await _ask_router(arguments.url)
     config = ServerConfig(
@@ -68,22 +73,25 @@ async def _findings(arguments: argparse.Namespace) -> list[Finding]:
         router=RouterConfig(block_size=arguments.block_size),
         tokenizer=arguments.tokenizer,
         worker_api_key_file=arguments.worker_api_key_file,
+        events_key_file=arguments.events_key_file,
+        events_server_key=arguments.events_server_key,
+        health_interval_s=_LOOK_EVERY_S,
     )
     async with Upstream(config) as upstream:
         return await _ask_workers(config, upstream.session)
 
 
-async def _ask_router(url: str) -> list[Finding]:
+async def _ask_router(url: str) -> _Health:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
         # A fleet without a worker that is up answers 503, with the same body.
         session.get(url.rstrip("/") + "/health") as response,
     ):
-        return msgspec.json.decode(await response.read(), type=_Health).findings
+        return msgspec.json.decode(await response.read(), type=_Health)
 
 
-async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> list[Finding]:
+async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> _Health:
     """Connect to all workers and their events, ask, and leave again."""
     audit = Audit(Router(config.router))
     fleet = Fleet(config, audit.router, audit, session)
@@ -92,20 +100,28 @@ async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> 
     )
     try:
         await fleet.start()
-        await asyncio.gather(diagnosis.ask(), _wait_for_events(fleet))
-        # Who comes for a moment has not missed what it would have to know.
-        return [f for f in diagnosis.look() if f.code is not Code.EVENTS_INCOMPLETE]
+        await _wait_until(lambda: all(map(_has_begun, fleet.workers.values())))
+        await diagnosis.ask()
+        health = msgspec.convert(Health(fleet, audit.router, audit, diagnosis).body(), _Health)
     finally:
         await fleet.stop()
+    # Who comes for a moment has not missed what it would have to know.
+    health.findings = [f for f in health.findings if f.code is not Code.EVENTS_INCOMPLETE]
+    return health
 
 
-async def _wait_for_events(fleet: Fleet) -> None:
-    ranks = [rank for worker in fleet.workers.values() for rank in worker.ranks]
-    followers = [each for each in map(fleet.follower_of, ranks) if each is not None]
+def _has_begun(worker: Worker) -> bool:
+    """Whether its streams are connected, and it was found if they say where it is."""
+    is_found = worker.is_up or worker.spec.url is not None
+    return is_found and all(follower.connected for follower in worker.followers.values())
+
+
+async def _wait_until(condition: Callable[[], bool]) -> None:
+    """For a while; whatever does not come is among the findings."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CONNECT_LIMIT_S):
-            # The listener's thread connects them; it knows no event loop.
-            while not all(follower.connected for follower in followers):  # noqa: ASYNC110
+            # The thread that connects them knows no event loop.
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
 
@@ -119,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--url", default=_DEFAULT_URL, help="a running router, which knows most")
-    form = "URL[,events=ENDPOINT][,topic=PREFIX][,dp_size=N]"
+    form = "ADDRESS[,events=ENDPOINT][,topic=PREFIX][,dp_size=N]"
     text = "ask this engine instead of a router; repeat for each"
     add("--worker", action="append", default=[], metavar=form, help=text)
     text = "tokens per block that the router is to have; with --worker"
@@ -128,4 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
     text = "holds the key of engines that demand one; with --worker"
     add("--worker-api-key-file", type=Path, metavar="FILE", help=text)
+    text = "the secret CURVE key that the router is to have; with --worker"
+    add("--events-key-file", type=Path, metavar="FILE", help=text)
+    text = "the public CURVE key of the engines' publishers; with --worker"
+    add("--events-server-key", type=Path, metavar="FILE", help=text)
     return parser

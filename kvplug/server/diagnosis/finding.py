@@ -20,11 +20,13 @@ class Code(StrEnum):
     """The causes that are known by name."""
 
     WORKER_DOWN = "worker_down"
+    WORKER_UNKNOWN = "worker_unknown"
     NO_EVENT_ENDPOINT = "no_event_endpoint"
     EVENTS_OFF = "events_off"
     EVENTS_DISCONNECTED = "events_disconnected"
     TOPIC = "topic"
     NO_EVENTS = "no_events"
+    PROTOCOL_VERSION = "protocol_version"
     EVENTS_SKIPPED = "events_skipped"
     EVENTS_INCOMPLETE = "events_incomplete"
     REPLAY_OFF = "replay_off"

@@ -18,13 +18,15 @@ from kvplug.server.diagnosis.facts import EngineFacts
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamView:
     """A worker's event stream. incomplete: why not all of its blocks are known,
-    or None; fix: of that; can_replay: whether the router can ask for what it missed.
+    or None; fix: of that; can_replay: whether the router can ask for what it missed; answers: the
+    publisher said itself where to ask.
     """
 
     connected: bool
     incomplete: str | None = None
     fix: str = ""
     can_replay: bool = True
+    answers: bool = False
     num_messages: int = 0
     num_stored: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -42,9 +44,10 @@ class Disagreement:
 class WorkerView:
     """One data-parallel rank of a worker. models: name -> where it was loaded from.
 
-    uses_events: whether the router goes by events at all;
+    is_found: whether it is known where its API is; uses_events: whether the router goes by events;
     block_size (None until it is known), cache_size, num_ranks, topic: what the router goes by;
-    events: the endpoint that it was given;
+    events: the endpoint that is followed; has_keys: whether only publishers with a key are;
+    unreached: where it publishes, if that is out of reach;
     stream, ledger: None where no router follows the worker; tokenization: how a probe differed;
     untokenized: models whose text cannot be tokenized here, though it was asked for;
     hashes_alone: its engine hashes differ from the other workers' for equal blocks.
@@ -52,12 +55,15 @@ class WorkerView:
 
     rank: Rank
     down_because: str | None = None
+    is_found: bool = True
     uses_events: bool = True
     models: Mapping[str, str] = field(default_factory=dict)
     block_size: int | None = None
     cache_size: CacheSize = field(default_factory=CacheSize)
     num_ranks: int = 1
     events: str | None = None
+    has_keys: bool = False
+    unreached: str | None = None
     topic: str = ""
     stream: StreamView | None = None
     ledger: RankLedger | None = None
@@ -67,13 +73,13 @@ class WorkerView:
     hashes_alone: bool = False
 
     @property
-    def url(self) -> str:
-        """Of the worker."""
+    def worker(self) -> str:
+        """Its name."""
         return self.rank.worker
 
     @property
     def name(self) -> str:
-        """Of the rank, for findings: the worker's URL, with #1 for rank 1."""
+        """Of the rank, for findings: the worker's name, with #1 for rank 1."""
         return str(self.rank)
 
 

@@ -66,13 +66,41 @@ def test_a_worker_of_which_nothing_is_known_yet_has_no_findings():
     assert check_all([view(facts=EngineFacts(), ledger=None, stream=quiet)]) == []
 
 
+def test_a_publisher_that_says_where_to_ask_needs_no_replay_endpoint():
+    assert check_all([view(facts=facts(replays=False), stream=stream(answers=True))]) == []
+
+
 @pytest.mark.parametrize(
     ("more", "code", "seen", "fix"),
     [
         ({"down_because": "gone"}, Code.WORKER_DOWN, "gone", "start the engine"),
         ({"facts": facts(publishes=False)}, Code.EVENTS_OFF, "without", "--kv-events-config '{"),
+        (
+            {"down_because": "no URL; set it", "is_found": False},
+            Code.WORKER_UNKNOWN,
+            "no URL",
+            "set it",
+        ),
         ({"events": None, "stream": None}, Code.NO_EVENT_ENDPOINT, "none", "events="),
+        (
+            {"events": None, "stream": None, "unreached": "tcp://127.0.0.1:5557"},
+            Code.NO_EVENT_ENDPOINT,
+            "tcp://127.0.0.1:5557",
+            "an address of its machine",
+        ),
         ({"stream": stream(connected=False)}, Code.EVENTS_DISCONNECTED, "no connection", "`*`"),
+        (
+            {"stream": stream(connected=False), "has_keys": True},
+            Code.EVENTS_DISCONNECTED,
+            "no connection",
+            "a stock publisher has none",
+        ),
+        (
+            {"stream": stream(skipped=Counter(unsupported_version=3))},
+            Code.PROTOCOL_VERSION,
+            "another version",
+            "the same release",
+        ),
         ({"facts": facts(topic="other")}, Code.TOPIC, "'other'", "topic="),
         (
             {

@@ -92,7 +92,9 @@ async def test_a_sound_fleet_is_exit_code_0(doctor, publisher):
     engine.says = SOUND_VLLM
     async with served(engine) as url:
         worker = f"{url},events={publisher.endpoint},replay={publisher.endpoint}"
-        assert await doctor("--worker", worker, "--block-size", "4") == (0, "nothing found\n", "")
+        code, out, err = await doctor("--worker", worker, "--block-size", "4")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["nothing found", "event streams", f"  {url}   silent   stale"]
 
 
 @pytest.mark.parametrize("answer", [None, b"<html>", {"status": "ok"}])
