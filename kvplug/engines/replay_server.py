@@ -21,7 +21,7 @@ from kvplug.engines.binding import Binding
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """Stands where the number is, when a replay is complete."""
 
-_MAX_REQUEST_BYTES: Final = 256
+_MAX_REQUEST_BYTES: Final = 1024  # a request has 40; the handshake of CURVE needs 400
 # A client that does not read for so long is left; it asks again when it does.
 _SEND_LIMIT_MS: Final = 2000
 
