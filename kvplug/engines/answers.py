@@ -32,7 +32,7 @@ UNREAD_LIMIT_S: Final = 2.0
 MAX_CLIENTS: Final = 4
 MAX_WAITING: Final = 256
 
-_MAX_REQUEST_BYTES: Final = 256
+_MAX_REQUEST_BYTES: Final = 1024  # an ask has 40; the handshake of CURVE needs 400
 _NUM_UNSENT: Final = 4  # messages on their way to one client
 _RETRY_MS: Final = 10
 # Between two resident sets, at least; and so many times what the last one took.
