@@ -19,8 +19,8 @@ from msgspec import structs
 from kvplug import codec
 from kvplug.errors import DecodeError
 from kvplug.events import EventBatch, Rank
-from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.hidden_states import HiddenStates
+from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest.introduction import HASH_SCHEME_REASON, OTHER_RANK, Engines, introduce
 from kvplug.ingest.message_log import Effect
 from kvplug.protocol import WorkerHello
