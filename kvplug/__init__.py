@@ -20,6 +20,7 @@ from kvplug._version import __version__
 
 if TYPE_CHECKING:
     from kvplug.codec import decode, encode
+    from kvplug.engines.kv_event_publisher import KvEventPublisher
     from kvplug.errors import (
         ConfigError,
         DecodeError,
@@ -84,6 +85,7 @@ __all__ = [
     "EventBatch",
     "HashingError",
     "IndexCorruptError",
+    "KvEventPublisher",
     "KvplugError",
     "MoeLabel",
     "MoeQuery",
@@ -134,6 +136,7 @@ _HOME_OF = {
     "EventBatch": "kvplug.events",
     "HashingError": "kvplug.errors",
     "IndexCorruptError": "kvplug.errors",
+    "KvEventPublisher": "kvplug.engines.kv_event_publisher",
     "KvplugError": "kvplug.errors",
     "MoeLabel": "kvplug.events",
     "MoeQuery": "kvplug.router.options",

@@ -23,9 +23,12 @@ from kvplug.engines.settings import PublisherVariables
 from kvplug.protocol import WorkerHello
 
 ADDRESS: Final = "KVPLUG_ENGINE_ADDRESS"
-"""Where vLLM's API server listens: its process tells it to those of engine cores that it starts."""
+"""Where vLLM's API server listens: its process tells it to those of engine cores that it starts.
 
-_LOCAL: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}
+0.0.0.0 stands for the machine that the events come from.
+"""
+
+_ANY: Final = "0.0.0.0"
 _T = TypeVar("_T")
 
 
@@ -33,10 +36,9 @@ def note_address(arguments: Sequence[str] | None = None) -> None:
     """Remember where this process listens, if it is vLLM's API server: for its children."""
     arguments = sys.argv if arguments is None else arguments
     if "serve" in arguments[:3] or any("api_server" in each for each in arguments[:1]):
-        host = _option(arguments, "--host") or ""
         port = _option(arguments, "--port") or "8000"
         if port.isdecimal():
-            os.environ.setdefault(ADDRESS, f"http://{_LOCAL.get(host, host)}:{port}")
+            os.environ.setdefault(ADDRESS, _url(_option(arguments, "--host") or _ANY, int(port)))
 
 
 def about_vllm(dp_rank: int, variables: PublisherVariables) -> WorkerHello:
@@ -158,7 +160,11 @@ def _hash_space(engine: str, algorithm: object) -> str:
 
 def _sglang_url(at: _Path) -> str:
     host, port = _as(str, at("host")), _as(int, at("port"))
-    return f"http://{_LOCAL.get(host, host)}:{port}" if host and port else ""
+    return _url(host, port) if host and port else ""
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _version_of(package: str) -> str:

@@ -14,6 +14,8 @@ from tests.engines.engine_pool import Recipe
 START_PLUGIN = Path(__file__).with_name("start_plugin")
 # See the plug-in for what it means.
 FORKED = {"ENGINE_START_METHOD": "fork", "ENGINE_EXECUTOR": "uni"}
+# What kvplug's plug-in publishes there is vLLM's format.
+STOCK_WIRE = {"KVPLUG_WIRE": "vllm"}
 _ENV = {"PYTHONPATH": str(START_PLUGIN), **FORKED}
 
 

@@ -39,6 +39,7 @@ class PluggedVllm:
     def __init__(self, python, model_dir, plugin, folder, *, events=(), flags=(), env=FORKED):
         http_port, self.events_port, self.replay_port = free_ports(3)
         self._endpoint, self._folder = Endpoint(http_port), folder
+        self.url = f"http://{LOOPBACK}:{http_port}"
         config = {
             "enable_kv_cache_events": True,
             **(self._stock_events() if plugin is None else self._kvplug_events()),

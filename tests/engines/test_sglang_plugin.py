@@ -14,6 +14,7 @@ from kvplug.hashing import as_tokens, seed_of
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from tests.engines.engine_pool import uses
+from tests.engines.engine_start import FORKED, STOCK_WIRE
 from tests.engines.plugged_sglang import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -22,6 +23,7 @@ from tests.engines.plugged_sglang import (
     plugged_sglang,
 )
 from tests.plugins.stock_client import StockClient, wait_until
+from tests.plugins.stream_client import StreamClient
 
 
 class Obstructed(PluggedSglang):
@@ -38,14 +40,17 @@ class Obstructed(PluggedSglang):
 
 
 # One makes its processes as SGLang does; the others fork them, which is soon done.
-PUBLISHING = plugged_sglang("publishing", env={})
-TWO_RANKS = plugged_sglang("two-ranks", dp_size=2)
-OBSTRUCTED = plugged_sglang("obstructed", Obstructed)
+PUBLISHING = plugged_sglang("publishing", env=STOCK_WIRE)
+TWO_RANKS = plugged_sglang("two-ranks", dp_size=2, env={**FORKED, **STOCK_WIRE})
+OBSTRUCTED = plugged_sglang("obstructed", Obstructed, env={**FORKED, **STOCK_WIRE})
+OURS = plugged_sglang("ours")
 
 
 def kvplug_and_stock(events_format):
     return [
-        plugged_sglang(name, is_stock=is_stock, events={"format": events_format})
+        plugged_sglang(
+            name, is_stock=is_stock, events={"format": events_format}, env={**FORKED, **STOCK_WIRE}
+        )
         for name, is_stock in [("kvplug", False), ("stock", True)]
     ]
 
@@ -128,6 +133,42 @@ def test_sglang_publishes_what_it_caches(engine):
         check_predictions(engine, router, follower)
         check_discovery(engine, oracle)
         check_replay(engine)
+
+
+def joined(engine):
+    """A client of our wire that knows what there is."""
+    client = StreamClient(BLOCK_SIZE, "kv@")
+    hello = client.join(engine.server.events_endpoint)
+    client.catch_up(hello.about.answers_at)
+    return client
+
+
+@uses(OURS)
+def test_our_wire_says_what_sglang_caches_and_what_it_is(engine):
+    client = joined(engine)
+    workload(engine, random.Random(7), num_rounds=25)
+    drain(engine)
+
+    def is_equal():
+        client.follow(client.receive_hello().next)
+        return client.names() == engine.cached_blocks()
+
+    wait_until(is_equal, "both hold the same")
+    late = joined(engine)
+    assert late.names() == client.names()
+    assert len(late.names()) > NUM_BLOCKS // 4
+    assert not engine.ask_oracle()["numba_is_loaded"]
+    about = late.about
+    assert (about.engine, about.engine_version) == ("sglang", "0.5.23")
+    assert (about.model, about.block_size, about.url) == (
+        "tiny-llama", BLOCK_SIZE, engine.server.url,
+    )  # fmt: skip
+    assert (about.dp_rank, about.dp_size, about.hides_states) == (0, 1, False)
+    assert (about.capacity_blocks, about.defects) == (NUM_BLOCKS, {})
+    source = engine.ask_oracle()["source"]
+    assert source["replay_endpoint"] == about.answers_at
+    for each in (client, late):
+        each.close()
 
 
 @uses(TWO_RANKS)

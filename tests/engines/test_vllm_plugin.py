@@ -8,11 +8,15 @@ import pytest
 
 from examples.launch.engine_env import ensure_vllm
 from examples.launch.plugin_env import ensure_plugin
+from kvplug._version import __version__
 from tests.engines.engine_pool import Recipe, uses
+from tests.engines.engine_start import FORKED as FORKED_ENV
+from tests.engines.engine_start import STOCK_WIRE
 from tests.engines.following import following
-from tests.engines.plugged_vllm import LOOPBACK, PluggedVllm, plugged_vllm
+from tests.engines.plugged_vllm import BLOCK_SIZE, LOOPBACK, MODEL, PluggedVllm, plugged_vllm
 from tests.engines.program import Program
 from tests.plugins.stock_client import StockClient, wait_until
+from tests.plugins.stream_client import StreamClient
 
 
 class Obstructed(PluggedVllm):
@@ -36,15 +40,19 @@ class Refused(PluggedVllm):
 
 REPLAYING = {"replay_endpoint": "tcp://127.0.0.1:0"}
 FORKED, SPAWNED = (
-    plugged_vllm(method, env={"ENGINE_START_METHOD": method}, events=REPLAYING)
+    plugged_vllm(method, env={"ENGINE_START_METHOD": method, **STOCK_WIRE}, events=REPLAYING)
     for method in ("fork", "spawn")
 )
-TWO_RANKS = plugged_vllm("two-ranks", flags=("--data-parallel-size", "2"))
+TWO_RANKS = plugged_vllm(
+    "two-ranks", env={**FORKED_ENV, **STOCK_WIRE}, flags=("--data-parallel-size", "2")
+)
 OBSTRUCTED = plugged_vllm(
     "obstructed",
     Obstructed,
-    env={"KVPLUG_LOG_LEVEL": "loud", "NUMBA_CACHE_DIR": "/proc/not/writable"},
+    env={"KVPLUG_LOG_LEVEL": "loud", "NUMBA_CACHE_DIR": "/proc/not/writable", **STOCK_WIRE},
 )
+OURS = plugged_vllm("ours", env={**FORKED_ENV, "KVPLUG_TOPOLOGY": "zone=z"})
+OUR_RANKS = plugged_vllm("our-ranks", flags=("--data-parallel-size", "2"))
 NOWHERE = plugged_vllm("nowhere", events={"endpoint": "tcp://nowhere"})
 MISSPELT = plugged_vllm("misspelt", Refused, events={"publisher": "kvplgu"})
 
@@ -109,6 +117,59 @@ def num_replayed(endpoint):
     try:
         return len(client.replay(endpoint, first=0))
     finally:
+        client.close()
+
+
+def joined(engine, rank=0):
+    """A client of our wire that knows what there is."""
+    client = StreamClient(BLOCK_SIZE, "kv@")
+    hello = client.join(engine.event_sources()[str(rank)]["endpoint"])
+    client.catch_up(hello.about.answers_at)
+    return client
+
+
+def follow_until_equal(engine, client, rank=0):
+    """What the client holds is what the engine has cached; nothing less ends the wait."""
+
+    def is_equal():
+        client.follow(client.receive_hello().next)
+        return client.names() == set(engine.ask_oracle(rank)["blocks"])
+
+    wait_until(is_equal, "both hold the same")
+    client.index.check()
+
+
+@uses(OURS)
+def test_our_wire_says_what_vllm_caches_and_what_it_is(engine):
+    client = joined(engine)
+    workload(engine, random.Random(7), num_rounds=15)
+    follow_until_equal(engine, client)
+    late, oracle = joined(engine), engine.ask_oracle()
+    assert late.names() == client.names()
+    assert len(oracle["blocks"]) > 20
+    assert oracle["most_copies"] > 1
+    assert not oracle["numba_is_loaded"]
+    about = late.about
+    assert (about.engine, about.engine_version.partition("+")[0]) == ("vllm", "0.32.0")
+    assert (about.model, about.block_size, about.capacity_blocks) == (MODEL, BLOCK_SIZE, 64)
+    assert (about.dp_rank, about.dp_size, about.kvplug_version) == (0, 1, __version__)
+    assert (len(about.tokenizer), about.topology, about.defects) == (16, {"zone": "z"}, {})
+    assert about.url == engine.url
+    source = engine.event_sources()["0"]
+    assert source["replay_endpoint"] == about.answers_at
+    for each in (client, late):
+        each.close()
+
+
+@uses(OUR_RANKS)
+def test_data_parallel_ranks_have_streams_of_our_wire(engine):
+    clients = [joined(engine, rank) for rank in range(2)]
+    workload(engine, random.Random(8), num_rounds=10)
+    for _ in range(2):  # one for each rank: they are given out in turn
+        engine.complete([[10, 11, 12]] * 4)
+    for rank, client in enumerate(clients):
+        follow_until_equal(engine, client, rank)
+        assert (client.about.dp_rank, client.about.dp_size) == (rank, 2)
         client.close()
 
 
