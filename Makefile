@@ -78,8 +78,9 @@ audit: $(READY)  ## predicted against reported cached tokens on two real vLLM en
 
 .PHONY: exactness
 exactness: REQUESTS ?= 500
-exactness: $(READY)  ## predicted against reported, and blocks against blocks, on real vLLM and SGLang with models of every kind; REQUESTS ONLY=text
-	$(BIN)/python -m tests.exactness --requests $(REQUESTS) $(if $(ONLY),--only '$(ONLY)')
+exactness: WIRE ?= vllm
+exactness: $(READY)  ## predicted against reported, and blocks against blocks, on real vLLM and SGLang with models of every kind; REQUESTS WIRE=kvplug ONLY=text
+	$(BIN)/python -m tests.exactness --requests $(REQUESTS) --wire $(WIRE) $(if $(ONLY),--only '$(ONLY)')
 
 .PHONY: fuzz
 fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing raises, nothing refused changes the index
@@ -128,8 +129,9 @@ bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; min
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
 .PHONY: chaos
-chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault
-	$(BIN)/python -m tests.chaos
+chaos: WIRE ?= vllm
+chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault; WIRE=kvplug: over our own stream
+	$(BIN)/python -m tests.chaos --wire $(WIRE)
 
 .PHONY: resilience
 resilience: $(READY)  ## an ordinary day of a served router: idle clients, 1,300 streams, 26 MB bodies, 350 workers, wrong replays; 3 minutes

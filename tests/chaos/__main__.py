@@ -24,13 +24,14 @@ def main():
     print(header(), flush=True)
     began_at, repairs_s, is_bad = time.monotonic(), defaultdict(list), False
     for engine_name, scenario, outcome in _run(arguments):
-        is_bad |= _tell(engine_name, scenario, outcome)
-        if scenario.is_repairable:
+        is_bad |= _tell(engine_name, scenario, outcome, arguments.wire)
+        if scenario.is_repairable or arguments.wire == "kvplug":
             repairs_s[engine_name] += outcome.repairs_s
     print()
     for engine_name, each in repairs_s.items():
         print(f"{engine_name}: {spread(each)}")
-    print(f"{time.monotonic() - began_at:.0f} s in all, seed {arguments.seed}")
+    took_s = time.monotonic() - began_at
+    print(f"{took_s:.0f} s in all, wire {arguments.wire}, seed {arguments.seed}")
     return int(is_bad)
 
 
@@ -39,6 +40,7 @@ def _arguments():
     names = [scenario.name for scenario in SCENARIOS]
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=["vllm", "sglang"])
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT")
+    parser.add_argument("--wire", choices=("vllm", "kvplug"), default="vllm")
     parser.add_argument("--messages", type=int, default=NUM_MESSAGES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, help="an empty folder, where logs are kept")
@@ -54,7 +56,8 @@ def _run_engine(engine_name, arguments):
     wanted = scenarios(arguments.only)
     for buffer_steps, together in groupby(wanted, key=lambda scenario: scenario.buffer_steps):
         with _folder(arguments.logs, f"{engine_name}-{buffer_steps}") as folder:
-            engine = ENGINES[engine_name](folder, buffer_steps=buffer_steps)
+            kind = ENGINES[engine_name]
+            engine = kind(folder, buffer_steps=buffer_steps, wire=arguments.wire)
             try:
                 engine.start()
                 engine.wait_ready()
@@ -80,9 +83,9 @@ def _outcome(scenario, rig, num_messages):
         return replace(rig.outcome(), reason=str(error), level="failed")
 
 
-def _tell(engine_name, scenario, outcome):
+def _tell(engine_name, scenario, outcome, wire):
     print(row(engine_name, scenario.name, outcome), flush=True)
-    for sentence in (found := defects(outcome, scenario.expects)):
+    for sentence in (found := defects(outcome, scenario.expects_on(wire))):
         print(f"    {scenario.name}: {sentence}; {outcome.reason}; {outcome.fix}", flush=True)
     return bool(found)
 

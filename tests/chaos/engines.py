@@ -1,6 +1,7 @@
-"""The engines of a run, by one face: simulated, vLLM and SGLang, with their stock publishers.
+"""The engines of a run, by one face: simulated, vLLM and SGLang, with their stock publishers or
+with kvplug's.
 
-In:  what each is started with.
+In:  what each is started with; wire: vllm for the stock stream, kvplug for our own.
 Out: prompts are answered, the cache is emptied, the server is killed and started again; and what
 it holds, by its own account, once all of its events are published.
 """
@@ -22,10 +23,16 @@ _START_LIMIT_S = 60.0
 
 
 class Held(NamedTuple):
-    """The ids of the cached blocks, and the number of batches published so far."""
+    """The ids of the cached blocks, and the number of the last message published so far."""
 
     blocks: set
-    num_batches: int
+    last: int
+
+
+def last_of(ask_oracle):
+    """The number of the last message, once all batches are in messages."""
+    numbers = iter(lambda: ask_oracle()["last"], object())
+    return next(number for number in numbers if number is not None)
 
 
 class SimEngine:
@@ -33,15 +40,18 @@ class SimEngine:
 
     name = "simulated"
 
-    def __init__(self, folder, *, buffer_steps):
+    def __init__(self, folder, *, buffer_steps, wire):
         http_port, events_port, replay_port = free_ports(3)
         self.events_endpoint = f"tcp://{LOOPBACK}:{events_port}"
-        self.replay_endpoint = f"tcp://{LOOPBACK}:{replay_port}"
+        # Of a publisher of ours, the router is not told.
+        replay_endpoint = f"tcp://{LOOPBACK}:{replay_port}"
+        self.wire, self.replay_endpoint = wire, replay_endpoint if wire == "vllm" else None
         self._endpoint, self._oracle = Endpoint(http_port), folder / "oracle"
         flags = {
             "--port": http_port,
             "--events-endpoint": self.events_endpoint,
-            "--replay-endpoint": self.replay_endpoint,
+            "--replay-endpoint": replay_endpoint,
+            "--wire": wire,
             "--topic": "kv@pod@simulated",
             "--buffer-steps": buffer_steps,
             "--block-size": BLOCK_SIZE,
@@ -83,8 +93,8 @@ class SimEngine:
         )
 
     def held(self):
-        answer = ask(self._oracle)
-        return Held(set(answer["blocks"]), answer["num_batches"])
+        last = last_of(lambda: ask(self._oracle))
+        return Held(set(ask(self._oracle)["blocks"]), last)
 
 
 class VllmEngine:
@@ -92,12 +102,14 @@ class VllmEngine:
 
     name = "vLLM"
 
-    def __init__(self, folder, *, buffer_steps):
-        recipe = plugged_vllm(self.name, is_stock=True, events={"buffer_steps": buffer_steps})
+    def __init__(self, folder, *, buffer_steps, wire):
+        is_stock, events = wire == "vllm", {"buffer_steps": buffer_steps}
+        recipe = plugged_vllm(self.name, is_stock=is_stock, events=events)
         self._server = recipe.make(folder)
-        self.process = self._server.process
+        self.wire, self.process = wire, self._server.process
         self.events_endpoint = f"tcp://{LOOPBACK}:{self._server.events_port}"
-        self.replay_endpoint = f"tcp://{LOOPBACK}:{self._server.replay_port}"
+        replay_endpoint = f"tcp://{LOOPBACK}:{self._server.replay_port}"
+        self.replay_endpoint = replay_endpoint if is_stock else None
 
     def start(self):
         self.process.start()
@@ -116,8 +128,8 @@ class VllmEngine:
         wait_until(self._server.reset_prefix_cache, "the cache is empty")
 
     def held(self):
-        answer = self._server.ask_oracle()
-        return Held(set(answer["blocks"]), answer["num_batches"])
+        last = last_of(self._server.ask_oracle)
+        return Held(set(self._server.ask_oracle()["blocks"]), last)
 
 
 class SglangEngine:
@@ -125,13 +137,15 @@ class SglangEngine:
 
     name = "SGLang"
 
-    def __init__(self, folder, *, buffer_steps):
-        recipe = plugged_sglang(self.name, is_stock=True, events={"buffer_steps": buffer_steps})
+    def __init__(self, folder, *, buffer_steps, wire):
+        is_stock, events = wire == "vllm", {"buffer_steps": buffer_steps}
+        more = {} if is_stock else {"replay_endpoint": None}
+        recipe = plugged_sglang(self.name, is_stock=is_stock, events=events | more)
         self._engine = recipe.make(folder)
         server = self._engine.server
-        self.process = server.process
+        self.wire, self.process = wire, server.process
         self.events_endpoint = server.events_endpoint
-        self.replay_endpoint = server.replay_endpoint
+        self.replay_endpoint = server.replay_endpoint if is_stock else None
 
     def start(self):
         self.process.start()
@@ -155,7 +169,7 @@ class SglangEngine:
             lambda: self._engine.ask_oracle()["num_drains"] >= num_drains + 2, "all is published"
         )
         blocks = self._engine.cached_blocks()
-        return Held(blocks, self._engine.ask_oracle()["num_batches"])
+        return Held(blocks, last_of(self._engine.ask_oracle))
 
 
 ENGINES = {"sim": SimEngine, "vllm": VllmEngine, "sglang": SglangEngine}

@@ -71,8 +71,8 @@ class Rig:
     def begin_exact(self):
         """Wait until the router trusts its index, whatever it needs to hear for that."""
         self.workload.tick()
-        num_batches = self.engine.held().num_batches
-        wait_until(lambda: self._is_exact_at(num_batches), "the router has caught up", timeout_s=90)
+        last = self.engine.held().last
+        wait_until(lambda: self._is_exact_at(last), "the router has caught up", timeout_s=90)
         self._num_episodes_before = len(self.router.state()["episodes"])
 
     def inject(self, **odds):
@@ -127,26 +127,24 @@ class Rig:
         """Wait until the router has every batch and trusts its index; says what came of it."""
         held = self.engine.held()
         with suppress(AssertionError):  # the outcome tells
-            wait_until(lambda: self._is_exact_at(held.num_batches), "exact", timeout_s=REST_LIMIT_S)
+            wait_until(lambda: self._is_exact_at(held.last), "exact", timeout_s=REST_LIMIT_S)
         return self.outcome()
 
     def settle_cleared(self):
         """Wait until the router has every batch and has named a fix."""
         held = self.engine.held()
         with suppress(AssertionError):
-            wait_until(
-                lambda: self._has_given_up_at(held.num_batches), "a fix", timeout_s=REST_LIMIT_S
-            )
+            wait_until(lambda: self._has_given_up_at(held.last), "a fix", timeout_s=REST_LIMIT_S)
         return self.outcome()
 
-    def _is_exact_at(self, num_batches):
+    def _is_exact_at(self, last):
         state = self.router.state()
-        return state["level"] == "exact" and state["last"] == num_batches - 1
+        return state["level"] == "exact" and state["last"] == last
 
-    def _has_given_up_at(self, num_batches):
+    def _has_given_up_at(self, last):
         state = self.router.state()
         is_named = state["level"] == "stale" and state["reason"] and state["fix"]
-        return is_named and state["last"] == num_batches - 1
+        return is_named and state["last"] == last
 
     def outcome(self):
         """How it stands now."""

@@ -2,7 +2,7 @@
 
 In:  the flags of kvplug.sim.engine; $ORACLE_SOCKET, a unix socket for questions.
 Out: kvplug.sim.engine's service; to any question, the ids of its cached blocks and the number of
-batches that it published.
+the last message that it published (tests/engines/start_plugin/published.py).
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from kvplug.sim.engine_config import parse
 from kvplug.sim.engine_service import EngineService
 from kvplug.vllm_hashes import event_id
 from tests.chaos.asking import answer_in_background
+from tests.engines.start_plugin.published import last_number
 
 
 class CountingService(EngineService):
@@ -19,8 +20,8 @@ class CountingService(EngineService):
 
     num_batches = 0
 
-    def _start_publishing(self, started, rank):
-        publish = super()._start_publishing(started, rank)
+    def _publish_as(self, rank):
+        publish = super()._publish_as(rank)
 
         def count_and_publish(batch):
             self.num_batches += 1
@@ -30,7 +31,8 @@ class CountingService(EngineService):
 
     def held(self):
         hashes = self.engines[0].cache.pool.cached_hashes()
-        return {"blocks": list(map(event_id, hashes)), "num_batches": self.num_batches}
+        last = last_number(self._publishers[0], self.num_batches)
+        return {"blocks": list(map(event_id, hashes)), "last": last}
 
 
 async def serve(config):

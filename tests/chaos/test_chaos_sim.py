@@ -26,25 +26,28 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    """Started when first asked for, one for each size of the replay buffer."""
+    """Started when first asked for, one for each size of the replay buffer and wire."""
     started = {}
 
-    def engine(buffer_steps):
-        if buffer_steps not in started:
+    def engine(buffer_steps, wire):
+        if (buffer_steps, wire) not in started:
             folder = tmp_path_factory.mktemp("engine")
-            started[buffer_steps] = SimEngine(folder, buffer_steps=buffer_steps)
-            started[buffer_steps].start()
-            started[buffer_steps].wait_ready()
-        return started[buffer_steps]
+            made = started[buffer_steps, wire] = SimEngine(
+                folder, buffer_steps=buffer_steps, wire=wire
+            )
+            made.start()
+            made.wait_ready()
+        return started[buffer_steps, wire]
 
     yield engine
     for each in started.values():
         each.process.stop()
 
 
+@pytest.mark.parametrize("wire", ["vllm", "kvplug"])
 @pytest.mark.parametrize("scenario", scenarios(FAULTS), ids=lambda scenario: scenario.name)
-def test_the_index_ends_equal_to_the_cache(engines, scenario, tmp_path):
-    engine = engines(scenario.buffer_steps)
+def test_the_index_ends_equal_to_the_cache(engines, scenario, wire, tmp_path):
+    engine = engines(scenario.buffer_steps, wire)
     with Rig(engine, tmp_path, seed=1, **scenario.rig) as rig:
         outcome = scenario.run(rig, NUM_MESSAGES)
-    assert not defects(outcome, scenario.expects), row(engine.name, scenario.name, outcome)
+    assert not defects(outcome, scenario.expects_on(wire)), row(engine.name, scenario.name, outcome)

@@ -6,10 +6,12 @@ import subprocess
 from pathlib import Path
 
 from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
+from examples.launch.plugin_env import ensure_plugin
 from examples.launch.ports import free_ports
 from kvplug import Namespace, Rank, Tier
 from kvplug.ingest.follower import Follower
 from tests.engines.engine_pool import Recipe
+from tests.engines.engine_start import START_PLUGIN
 from tests.plugins.stock_client import wait_until
 
 SCRIPT = Path(__file__).with_name("vllm_on_lines.py")
@@ -30,18 +32,21 @@ def line_engine(name, *, has_adapter=False, **more):
 class LineEngine:
     """`ask` it, and let a router `follow` it."""
 
-    def __init__(self, name, python, model_dir, *, hash_seed="0", lora=None, **llm):
+    def __init__(self, name, python, model_dir, *, hash_seed="0", lora=None, wire="vllm", **llm):
         [self.port] = free_ports(1)
         self.name, self._lora = name, lora
         settings = {
             "model": str(model_dir),
             "port": self.port,
+            "publisher": "zmq" if wire == "vllm" else "kvplug",
             "lora": lora and str(lora),
             "llm": {"num_gpu_blocks_override": NUM_BLOCKS, **llm},
         }
         self._command = [str(python), str(SCRIPT), json.dumps(settings)]
-        self._env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        self.num_batches, self.blocks_of, self.offloaded = 0, {}, set()
+        plugin = [ensure_plugin(python)] if wire == "kvplug" else []
+        path = os.pathsep.join(map(str, (*plugin, START_PLUGIN)))
+        self._env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        self.last, self.blocks_of, self.offloaded = -1, {}, set()
 
     def start(self):
         pipe = subprocess.PIPE
@@ -64,7 +69,7 @@ class LineEngine:
         self._process.stdin.write(json.dumps({"prompts": prompts, **how}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
-        self.num_batches, self.blocks_of = answer["num_batches"], {}
+        self.last, self.blocks_of = answer["last"], {}
         self.offloaded = {name for _, name in answer["offloaded"]}
         for group, name in answer["blocks"]:
             self.blocks_of.setdefault(group, set()).add(name)
@@ -103,8 +108,8 @@ class Followed:
         wait_until(lambda: self.follower.connected, "the event stream is connected")
 
     def settle(self):
-        """Wait until every batch that the engine published is applied."""
-        last = self.engine.num_batches - 1
+        """Wait until every message that the engine published is applied."""
+        last = self.engine.last
         arrived = lambda: last < 0 or self.follower.sequencer.last == last  # noqa: E731
         wait_until(arrived, "every batch has arrived")
 

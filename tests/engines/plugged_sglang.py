@@ -152,6 +152,13 @@ def drain(engine, rank=0):
     return engine.ask_oracle(rank=rank)["num_batches"]
 
 
+def last_message(engine, rank=0):
+    """The number of the last message of the stream, once all that the engine did is in messages."""
+    drain(engine, rank)
+    numbers = iter(lambda: engine.ask_oracle(rank=rank)["last"], object())
+    return next(number for number in numbers if number is not None)
+
+
 def published_hashes(tokens, salt):
     """SGLang's names of full blocks in Dynamo's format, as unsigned numbers, by hashlib alone."""
     seed = b"" if salt is None else sha256(b"sglang-cache-salt-v1\0" + salt.encode())

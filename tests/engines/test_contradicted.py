@@ -64,7 +64,7 @@ def ask_until_contradicted(engine, router, audit, follower):
         router.finish(decision.request_id)
         [cached] = engine.ask(prompt, max_tokens=rnd.choice([1, 1, 1, 40]))
         audit.answered(decision.request_id, Usage(len(prompt), cached))
-        last = engine.num_batches - 1
+        last = engine.last
         arrived = lambda n=last: n < 0 or follower.sequencer.last == n  # noqa: E731
         wait_until(arrived, "every batch has arrived")
         if audit.contradicted(decision.rank):

@@ -1,11 +1,11 @@
 """Run by vLLM's own interpreter: real vLLM in this process, asked by lines of JSON.
 
-usage: python vllm_on_lines.py '{"model": DIR, "port": EVENTS_PORT, "lora": FOLDER, "llm": {...}}'
+usage: python vllm_on_lines.py '{"model": DIR, "port": PORT, "publisher": "zmq", "lora": FOLDER, "llm": {}}'
 
 In:  one object a line: prompts (token ids), salt, max_tokens, extra_args; lora, the name of an
 adapter, and weights, the number of the folder that it is loaded from; reset, to empty the cache
 before.
-Out: one object a line: cached tokens of each prompt, batches published so far, and the blocks in
+Out: one object a line: cached tokens of each prompt, the last message published, and the blocks in
 the engine's pool, each with its group and under the id that its events use; those that its
 offloading connector has, likewise. The first line comes
 when it is ready.
@@ -14,6 +14,7 @@ when it is ready.
 import json
 import os
 import sys
+import time
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -27,6 +28,7 @@ os.environ |= {
 
 from pathlib import Path
 
+from published import last_number
 from tiny_adapter import save_adapter
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config.kv_events import KVEventsConfig
@@ -57,6 +59,14 @@ class Engine:
         self.lora_folder = settings.get("lora")
         lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1} if self.lora_folder else {}
         self.lora_paths = {}
+        if (
+            settings["publisher"] == "kvplug"
+        ):  # before the config: LLM(...) loads plug-ins only later
+            from kvplug.engines.vllm import register
+
+            register()
+        # vLLM's own publisher binds a tcp endpoint only if it holds a `*`.
+        address = "*" if settings["publisher"] == "zmq" else "127.0.0.1"
         self.llm = LLM(
             settings["model"],
             dtype="bfloat16",
@@ -65,8 +75,8 @@ class Engine:
             max_num_seqs=4,
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True,
-                publisher="zmq",
-                endpoint=f"tcp://*:{settings['port']}",
+                publisher=settings["publisher"],
+                endpoint=f"tcp://{address}:{settings['port']}",
             ),
             **lora,
             **with_connector(settings["llm"]),
@@ -80,6 +90,13 @@ class Engine:
     def _count_and_publish(self, batch):
         self.num_batches += 1
         self._publish(batch)
+
+    def last(self):
+        """The number of the last message of the stream, once all batches are in messages."""
+        publisher = self.scheduler.kv_event_publisher
+        while (last := last_number(publisher, self.num_batches)) is None:
+            time.sleep(0.001)
+        return last
 
     def adapter(self, name, weights):
         """Loaded again in place if the weights are others than for the last request."""
@@ -122,7 +139,7 @@ class Engine:
         return {
             "cached": [output.num_cached_tokens for output in outputs],
             "generated": [list(output.outputs[0].token_ids) for output in outputs],
-            "num_batches": self.num_batches,
+            "last": self.last(),
             "blocks": [
                 (get_group_id(key), maybe_convert_block_hash(get_block_hash(key))) for key in keys
             ],

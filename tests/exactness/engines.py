@@ -82,7 +82,7 @@ class Row:
     llm: dict = field(default_factory=dict)
     hides_states = False
 
-    def recipe(self, name):
+    def recipe(self, name, wire="vllm"):
         def make(folder):
             speculative = {"speculative_config": eagle_in(folder)} if self.drafts else {}
             return LineEngine(
@@ -92,6 +92,7 @@ class Row:
                 block_size=BLOCK_SIZE,
                 load_format="dummy",
                 skip_tokenizer_init=True,
+                wire=wire,
                 enable_prefix_caching=True,
                 num_gpu_blocks_override=self.num_blocks,
                 lora=folder / "adapter" if self.has_adapters else None,

@@ -15,6 +15,7 @@ import aiohttp
 
 from examples.launch.engine_env import ensure_tiny_model, ensure_vllm
 from examples.launch.engine_server import MODEL_NAME
+from examples.launch.plugin_env import ensure_plugin
 from examples.launch.sglang_env import ensure_sglang
 from examples.launch.sglang_server import SglangServer, SglangSettings
 from examples.launch.vllm_server import VllmServer, VllmSettings
@@ -29,20 +30,26 @@ from tests.waiting import until
 START_LIMIT_S = 300.0
 
 
-def vllm(folder):
+def vllm(folder, wire):
     python = ensure_vllm()
+    plugin = ensure_plugin(python) if wire == "kvplug" else None
     flags = ("--data-parallel-size", "2")
     settings = VllmSettings(
-        python=python, model_dir=ensure_tiny_model(python), num_gpu_blocks=100, extra_flags=flags
+        python=python,
+        model_dir=ensure_tiny_model(python),
+        num_gpu_blocks=100,
+        extra_flags=flags,
+        plugin=plugin,
     )
     return VllmServer("two-ranks", settings, log_dir=folder)
 
 
-def sglang(folder):
+def sglang(folder, wire):
     python = ensure_sglang()
     settings = SglangSettings(
         python=python,
         model_dir=ensure_tiny_model(python),
+        plugin=ensure_plugin(python) if wire == "kvplug" else None,
         extra_flags=("--dp-size", "2"),
         extra_env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},  # one core each
     )
@@ -52,13 +59,13 @@ def sglang(folder):
 ROWS = {"two ranks of vLLM": vllm, "two ranks of SGLang": sglang}
 
 
-async def compare(name, folder, num_requests, seed):
-    """Ask one request after the other."""
-    tally, rnd = Tally(), random.Random(seed)
-    with ROWS[name](folder) as server:
+async def compare(name, folder, args):
+    """Ask one request after the other; args: requests, seed and wire."""
+    tally, rnd, num_requests = Tally(), random.Random(args.seed), args.requests
+    with ROWS[name](folder, args.wire) as server:
         async with routing(server) as (service, client):
             decisions = noted_decisions(service.router)
-            for _, prompt in zip(range(num_requests), prompts(seed), strict=False):
+            for _, prompt in zip(range(num_requests), prompts(args.seed), strict=False):
                 cached = await ask(client, prompt, rnd.choice([1, 1, 1, 40]))
                 decision = decisions.pop()
                 tally.note(predicted_tokens(decision, len(prompt)), cached)

@@ -13,7 +13,7 @@ from tests.engines.plugged_sglang import (
     HICACHE,
     WITHOUT_WEIGHTS,
     PluggedSglang,
-    drain,
+    last_message,
     plugged_sglang,
 )
 from tests.exactness.engines import plainly, with_salts_and_resets
@@ -28,17 +28,19 @@ class SglangEngine(PluggedSglang):
 
     def wait_ready(self):
         super().wait_ready()
-        self.num_batches = drain(self)
+        self.last = last_message(self)
 
     @property
     def source(self):
-        return self.server.events_endpoint, "", self.server.replay_endpoint
+        # Of a publisher of ours, the router is not told where to ask.
+        replay = None if self.server.settings.plugin else self.server.replay_endpoint
+        return self.server.events_endpoint, "", replay
 
     def ask(self, prompt, *, max_tokens=1, salt="", reset=False):
         if reset:
             wait_until(self._has_reset, "the cache is emptied")
         cached = self.generate([prompt], max_tokens=max_tokens, salt=salt or None)
-        self.num_batches = drain(self)
+        self.last = last_message(self)
         return cached
 
     def _has_reset(self):
@@ -64,14 +66,14 @@ class SglangRow:
     hides_states: bool = False
     drafts = False
 
-    def recipe(self, name):
+    def recipe(self, name, wire="vllm"):
         model = {}
         if self.model:
             model = {"save_model": lambda folder: save_model(self.model, folder)}
         return plugged_sglang(
             name,
             SglangEngine,
-            is_stock=True,
+            is_stock=wire == "vllm",
             plugins=(CPU_PLUGIN,),
             num_blocks=self.num_blocks,
             flags=(*self.flags, *(WITHOUT_WEIGHTS if self.model else ())),

@@ -12,6 +12,8 @@ import socket
 import sys
 import threading
 
+from published import last_number
+
 
 def register():
     """Let each scheduler that vLLM makes in this process, or in a fork of it, answer questions."""
@@ -73,6 +75,7 @@ class Oracle:
             "publisher": type(self._publisher).__name__,
             "blocks": self._blocks(),
             "num_batches": self._num_batches,
+            "last": last_number(self._publisher, self._num_batches),
             "num_events": self._num_events,
             "most_copies": self._most_copies,
             "numba_is_loaded": "numba" in sys.modules,

@@ -20,6 +20,8 @@ import sys
 import threading
 from array import array
 
+from published import last_number
+
 # Nodes are numbered from 1 on; so many missing in a row are the end.
 MAX_MISSING = 10_000
 TARGET = (
@@ -85,6 +87,7 @@ class Oracle:
         return {
             "num_drains": self.num_drains,
             "num_batches": self._num_batches,
+            "last": last_number(self._publisher, self._num_batches),
             "num_events": self._num_events,
             "publisher": type(self._publisher).__name__,
             "source": self._publisher.describe_local_source(self._tree.page_size),

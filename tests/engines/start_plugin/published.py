@@ -1,0 +1,15 @@
+"""Which message of an engine's stream is the last one."""
+
+
+def last_number(publisher, num_batches):
+    """Its number, -1 before the first one; None while batches are on their way to a message.
+
+    A stock publisher sends each batch as a message. kvplug's plug-in puts several into one.
+    """
+    stream = getattr(publisher, "publisher", publisher)
+    if not hasattr(stream, "life"):
+        return num_batches - 1
+    if stream.num_applied < num_batches:
+        return None
+    stream.life.hello()  # waits for the batches that are being applied
+    return stream.life.position[1] - 1
