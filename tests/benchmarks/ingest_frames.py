@@ -2,8 +2,9 @@
 
 usage: python -m tests.benchmarks.ingest_frames SEED BLOCKS_PER_EVENT NUM_BLOCKS
 
-Prints its port; sends everything once somebody has subscribed; prints when it began, in ns of the
-monotonic clock, which all processes share. Ends with its standard input.
+Prints its port, how many events a message has, and how many bytes a block; sends everything once
+somebody has subscribed; prints when it began, in ns of the monotonic clock, which all processes
+share. Ends with its standard input.
 """
 
 import os
@@ -66,7 +67,8 @@ def main(seed, blocks_per_event, num_blocks):
     socket = context.socket(zmq.XPUB)
     socket.setsockopt(zmq.SNDHWM, 0)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    print(port, flush=True)  # noqa: T201 - the protocol
+    num_bytes = sum(len(part) for message in messages for part in message)
+    print(port, 1, num_bytes / (num_blocks + 1), flush=True)  # noqa: T201 - the protocol
     socket.recv()
     began = time.monotonic_ns()
     for each in messages:

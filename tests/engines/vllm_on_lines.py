@@ -1,6 +1,6 @@
 """Run by vLLM's own interpreter: real vLLM in this process, asked by lines of JSON.
 
-usage: python vllm_on_lines.py '{"model": DIR, "port": PORT, "publisher": "zmq", "lora": FOLDER, "llm": {}}'
+usage: python vllm_on_lines.py SETTINGS, as JSON: model, port, publisher (zmq or kvplug), lora, llm
 
 In:  one object a line: prompts (token ids), salt, max_tokens, extra_args; lora, the name of an
 adapter, and weights, the number of the folder that it is loaded from; reset, to empty the cache
