@@ -32,10 +32,6 @@ class HubVllm(PluggedVllm):
         super().__init__(python, HUB_NAME, plugin, folder, flags=FLAGS, env=env)
 
     @property
-    def url(self):
-        return self._endpoint.url
-
-    @property
     def events(self):
         return f"tcp://127.0.0.1:{self.events_port}"
 
