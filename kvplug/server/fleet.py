@@ -262,8 +262,12 @@ class Fleet:
         if worker.is_up and worker.url is not None:
             return worker.url
         follower = worker.followers.get(0)
-        has_spoken = follower is not None and follower.num_messages > 0
-        url = url_said(worker.about, worker.name, has_spoken=has_spoken)
+        url = url_said(
+            worker.about,
+            worker.name,
+            has_spoken=follower is not None and follower.num_messages > 0,
+            is_ours=follower is not None and follower.speaks_ours,
+        )
         for other in self.workers.values():
             if other is not worker and other.url == url:
                 raise ValueError(f"its hello says {url}, which is worker {other.name} already")

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from kvplug import protocol
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
@@ -73,6 +74,24 @@ async def test_a_hello_without_a_url_is_named_with_what_to_set(said, reason, end
             [finding] = service.diagnosis.look()
             assert "KVPLUG_WORKER_URL" in finding.fix
     assert reason in caplog.text
+
+
+async def test_a_publisher_of_another_version_is_named(endpoint, monkeypatch):
+    async with routing(endpoint) as (service, client):
+        worker = service.fleet.workers[endpoint]
+        monkeypatch.setattr(protocol, "encode", encode_as_version_9)
+        with publishing(endpoint, url="http://127.0.0.1:9"):
+            await until(lambda: "the same release" in worker.down_because, "it is unreadable")
+            shown = await health_of(client, endpoint)
+            assert shown["ranks"][0]["events"]["wire"] == "kvplug"
+            assert shown["ranks"][0]["events"]["skipped"]["unsupported_version"] > 0
+
+
+def encode_as_version_9(message, encode=protocol.encode):
+    """A head with another major version."""
+    head = encode(message)
+    at = 2 + len(protocol.MAGIC)
+    return head[:at] + b"\x09" + head[at + 1 :]
 
 
 async def test_two_names_of_one_engine_are_one_worker(endpoint):
