@@ -74,7 +74,8 @@ class WorkerHello(Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_size: tokens per block; bigrams: blocks are keyed by pairs of tokens; hash_scheme: of the
     sequence hashes; hash_space: ranks with the same one give equal blocks equal engine hashes;
     tokenizer: the first 16 hex digits of the SHA-256 of tokenizer.json; capacity_blocks: on the
-    device; dp_rank, dp_size: of data-parallel ranks; url: of the engine's API; topology: names of
+    device; dp_rank, dp_size: of data-parallel ranks; url: of the engine's API, in which a
+    host of all addresses (0.0.0.0) stands for the one that the stream came from; topology: names of
     what it is part of ({"zone": "a"}); cxl_pools: that it can read; answers_at: the endpoint that
     takes asks, with `*` for the host if it is bound to all addresses; defects: by reason, how much
     the publisher could not use since the cache was last empty, so that blocks are missing;

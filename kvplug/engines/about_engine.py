@@ -53,7 +53,7 @@ def about_vllm(dp_rank: int, variables: PublisherVariables) -> WorkerHello:
         block_size=_as(int, at("cache_config", "block_size")),
         hash_space=_hash_space("vllm", at("cache_config", "prefix_caching_hash_algo")),
         tokenizer=_or_nothing(lambda: tokenizer_of(_vllm_tokenizer(at)), ""),
-        capacity_blocks=_as(int, at("cache_config", "num_gpu_blocks")),
+        capacity_blocks=_vllm_capacity(at),
         dp_rank=dp_rank,
         dp_size=_as(int, at("parallel_config", "data_parallel_size")) or 1,
         url=variables.url or os.environ.get(ADDRESS, ""),
@@ -146,6 +146,12 @@ def _vllm_model(at: _Path) -> object:
     if isinstance(names, list | tuple):
         names = names[0] if names else None
     return names or at("model_config", "model")
+
+
+def _vllm_capacity(at: _Path) -> int | None:
+    """Without the null block, which vLLM keeps for itself."""
+    num_blocks = _as(int, at("cache_config", "num_gpu_blocks"))
+    return num_blocks - 1 if num_blocks else None
 
 
 def _vllm_tokenizer(at: _Path) -> str:

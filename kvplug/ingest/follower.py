@@ -129,6 +129,11 @@ class Follower:
         return self.sequencer.about if isinstance(self.sequencer, LifeSequencer) else None
 
     @property
+    def speaks_ours(self) -> bool:
+        """Whether messages of our own wire came last, also if they cannot be read."""
+        return isinstance(self.sequencer, LifeSequencer)
+
+    @property
     def engine_rank(self) -> int | None:
         """The data-parallel rank that messages must name; None: whatever they name."""
         return self._applier.engine_rank

@@ -12,6 +12,9 @@ proxy          one request to a worker and back
 upstream       one POST to a worker, and whose fault a failure is
 answers        what they say of their tokens; where the events of a stream end
 fleet          the workers: reachable or not, their models, their event streams
+worker_url     where a worker's API is, if only its publisher says it
+rank_sources   where an engine publishes the events of each rank; hosts says who reaches that
+worker_events  a follower for each of them
 model_cards    what an engine says it serves
 diagnosis      what is wrong with the fleet's set-up
 health         what /health says

@@ -218,13 +218,15 @@ class Fleet:
             await self._look_at(worker)
 
     async def _look_at(self, worker: Worker) -> None:
+        url = worker.url
         try:
-            self._find(worker)
-            await self._get(worker, "/health")
+            url = self._url_of(worker)
+            await self._get(url, "/health")
             # Each time: adapters come and go while the engine runs.
-            models = served_by(await self._get(worker, "/v1/models"))
-            found = () if worker.is_up else await self._ask_for_sources(worker)
+            models = served_by(await self._get(url, "/v1/models"))
+            found = () if worker.is_up else await self._ask_for_sources(worker, url)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
+            worker.url = url
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0
@@ -240,36 +242,42 @@ class Fleet:
             await asyncio.to_thread(self._set_sources, worker, sources_of(worker.spec, found))
             if not self.uses_events:  # it may come back with an empty cache
                 await asyncio.to_thread(self._clear, worker)
-            if worker.down_because != was_down_because:
-                return
-            logger.info("worker %s is up, serving %s", _shown(worker), ", ".join(worker.models))
-            self._warn_of_unfollowed(worker)
-            worker.down_because = None
-            worker.num_times_up += 1
-            self._note_models()
+            if worker.down_because == was_down_because:
+                self._bring_up(worker, url)
 
-    def _find(self, worker: Worker) -> None:
-        """Learn where its API is, if its publisher has to say that; ValueError if it did not.
+    def _bring_up(self, worker: Worker, url: str) -> None:
+        worker.url, worker.down_because = url, None
+        worker.num_times_up += 1
+        self._note_models()
+        logger.info("worker %s is up, serving %s", _shown(worker), ", ".join(worker.models))
+        self._warn_of_unfollowed(worker)
+
+    def _url_of(self, worker: Worker) -> str:
+        """Where its API is; ValueError if its publisher has to say that, and did not.
 
         While it is up nothing changes: no hello takes requests away from an engine that answers.
         """
-        if worker.spec.url is not None or worker.is_up:
-            return
+        if worker.spec.url is not None:
+            return worker.spec.url
+        if worker.is_up and worker.url is not None:
+            return worker.url
         follower = worker.followers.get(0)
-        has_spoken = follower is not None and follower.num_messages > 0
-        url = url_said(worker.about, worker.name, has_spoken=has_spoken)
+        url = url_said(
+            worker.about,
+            worker.name,
+            has_spoken=follower is not None and follower.num_messages > 0,
+            is_ours=follower is not None and follower.speaks_ours,
+        )
         for other in self.workers.values():
             if other is not worker and other.url == url:
                 raise ValueError(f"its hello says {url}, which is worker {other.name} already")
-        if url != worker.url:
-            logger.info("worker %s: its API is at %s", worker.name, url)
-            worker.url, worker.down_because = url, "not looked at yet"
+        return url
 
-    async def _ask_for_sources(self, worker: Worker) -> Sequence[RankSource]:
+    async def _ask_for_sources(self, worker: Worker, url: str) -> Sequence[RankSource]:
         """What the engine says of its ranks; nothing if it knows no such question."""
         for path, read in _SAYS_SOURCES.items():
             try:
-                return read(await self._get(worker, path))
+                return read(await self._get(url, path))
             except aiohttp.ClientResponseError:
                 continue  # no such route
             except ValueError:
@@ -343,9 +351,9 @@ class Fleet:
             )
         self._take_down(worker, reason)
 
-    async def _get(self, worker: Worker, path: str) -> bytes:
+    async def _get(self, url: str, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
-        async with self._session.get(f"{worker.url}{path}", timeout=timeout) as response:
+        async with self._session.get(url + path, timeout=timeout) as response:
             response.raise_for_status()
             return await response.read()
 

@@ -136,9 +136,11 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
 
 
 def _wire(follower: Follower) -> str | None:
-    """Whose messages come; None while none has come."""
-    if follower.about is not None:
-        return f"kvplug {MAJOR}"
+    """Whose messages come, of kvplug's without a version if they cannot be read; None while none
+    has come.
+    """
+    if follower.speaks_ours:
+        return "kvplug" if follower.about is None else f"kvplug {MAJOR}"
     return "stock" if follower.num_messages else None
 
 

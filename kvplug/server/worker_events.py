@@ -18,6 +18,7 @@ from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.rank_sources import RankSource
 from kvplug.topics import Topic
+from kvplug.transports import transports_with
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ class WorkerEvents:
 
     def __init__(self, config: ServerConfig, router: Router, audit: Audit) -> None:
         self._config, self._router, self._audit = config, router, audit
-        self._thread = EventThread()
+        keys = config.event_keys
+        self._thread = EventThread() if keys is None else EventThread(transports_with(keys))
         self._followers: dict[Rank, Follower] = {}
         self._sources: dict[Rank, RankSource] = {}
         self.endpoint: str | None = None

@@ -19,16 +19,22 @@ _SILENT: Final = (
     "nothing has come from its event endpoint yet, which would say where its API is; none needed "
     "if the engine is about to start: the endpoint is tried again by itself"
 )
+_UNREADABLE: Final = (
+    "nothing that its publisher says can be read; install the same release of kvplug in the engine "
+    "and the router"
+)
 _STOCK: Final = (
     "its publisher is a stock one, which does not say where its API is; give its --worker as "
     "URL,events=ENDPOINT, or start the engine with kvplug's plug-in"
 )
 
 
-def url_said(about: WorkerHello | None, endpoint: str, *, has_spoken: bool) -> str:
-    """`has_spoken`: whether the publisher has sent anything."""
+def url_said(
+    about: WorkerHello | None, endpoint: str, *, has_spoken: bool, is_ours: bool = True
+) -> str:
+    """`has_spoken`: whether the publisher has sent anything; `is_ours`: on kvplug's own wire."""
     if about is None:
-        raise ValueError(_STOCK if has_spoken else _SILENT)
+        raise ValueError((_UNREADABLE if is_ours else _STOCK) if has_spoken else _SILENT)
     if not about.url:
         raise ValueError(f"its hello does not say where its API is; {_SET}")
     parts = _split(about.url)

@@ -14,7 +14,8 @@ engine_config   how fast it is and how it is served, and the flags of both
 
 Served:
 
-engine_service  start and stop, events over ZMQ by the publisher of kvplug.engines
+engine_service  start and stop
+publishing      its events over ZMQ, by the publishers of kvplug.engines
 runner          steps in real time, tokens to whoever waits for them
 api             the HTTP routes
 completions     bodies of OpenAI's API -> requests, emitted tokens -> answers

@@ -7,7 +7,6 @@ import aiohttp
 import pytest
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
-from examples.launch.ports import free_ports
 from kvplug.ingest.trust import Trust
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
@@ -17,6 +16,7 @@ from kvplug.sim.engine_service import EngineService
 from kvplug.sim.scheduler import SchedulerConfig
 from kvplug.sim.tokenizer import FolderTokenizer
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
+from tests.server.kvplug_publisher import free_endpoint, next_port
 from tests.waiting import until
 
 PROMPT = list(range(200))
@@ -38,15 +38,6 @@ async def routing(*workers, **settings):
 def simulated(tokenizer=None, **more):
     scheduler = SchedulerConfig(num_gpu_blocks=641, block_size=32)
     return EngineService(SimConfig(**{"wire": "kvplug", "scheduler": scheduler} | more), tokenizer)
-
-
-def free_endpoint():
-    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
-
-
-def next_port(endpoint):
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + 1}"
 
 
 async def complete(client, prompt=PROMPT):
@@ -140,7 +131,7 @@ async def test_what_the_engine_says_of_itself_is_shown():
 
 async def test_text_is_routed_by_load_if_the_engine_has_another_tokenizer(tmp_path):
     folder = ensure_tiny_tokenizer()
-    other = json.loads((folder / "tokenizer.json").read_text()) | {"truncation": None, "x": 1}
+    other = json.loads((folder / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(other, indent=1))
     tokenizer = FolderTokenizer(PromptTokenizer.from_folder(folder), folder)
     text = "a prompt of several blocks " * 40

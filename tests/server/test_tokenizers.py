@@ -1,21 +1,23 @@
 """Whose tokenizer text is tokenized with, and when it is not: a hub's cache, another tokenizer."""
 
-import aiohttp
+from contextlib import asynccontextmanager
+
 import pytest
+from aiohttp import ClientSession
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
-from kvplug.ingest.follower import Follower
-from kvplug.protocol import WorkerHello
+from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
+from kvplug.server.service import RouterService
 from kvplug.sim.engine_config import SimConfig
 from kvplug.sim.engine_service import EngineService
 from kvplug.sim.tokenizer import FolderTokenizer
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 from tests.hub_cache import put_into_hub_cache
 from tests.plain_kernels import with_plain_kernels
-from tests.server.engine import Engine
+from tests.server.engine import Engine, served
+from tests.server.kvplug_publisher import publishing
 from tests.server.router_process import router_process
-from tests.server.test_service import routing
 from tests.waiting import until
 
 MODEL = "org/name"
@@ -53,7 +55,7 @@ async def test_text_for_a_model_of_the_hub_is_routed_by_its_prefix(tmp_path):
     async with (
         hub_engine() as engine,
         router_process(engine.url, limit=256, env=environment) as (url, lines),
-        aiohttp.ClientSession(url) as client,
+        ClientSession(url) as client,
     ):
         first = await answer(client)
         assert first["usage"]["prompt_tokens"] > 32
@@ -69,11 +71,7 @@ async def test_text_is_routed_by_load_if_the_engine_has_another_tokenizer(digest
     folder = ensure_tiny_tokenizer()
     if digest == "ours":
         digest = PromptTokenizer.from_folder(folder).digest
-    engine = Engine([MODEL])
-    async with routing(engine, tokenizer=folder) as (service, client):
-        [worker] = service.fleet.workers.values()
-        said(service, worker, WorkerHello(tokenizer=digest))
-        await until(lambda: worker.tokenizer == digest, "its tokenizer is known")
+    async with following(digest, folder) as (service, client, worker):
         counts = service.proxy.counts[worker.name]
         for _ in range(2):
             await answer(client)
@@ -87,17 +85,24 @@ async def test_text_is_routed_by_load_if_the_engine_has_another_tokenizer(digest
 
 
 async def test_the_diagnosis_names_the_engine_with_another_tokenizer():
-    async with routing(Engine([MODEL]), tokenizer=ensure_tiny_tokenizer()) as (service, _):
-        [worker] = service.fleet.workers.values()
-        said(service, worker, WorkerHello(tokenizer="0" * 16))
-        await until(lambda: worker.tokenizer, "its tokenizer is known")
+    async with following("0" * 16, ensure_tiny_tokenizer()) as (service, _, worker):
         service.fleet.mark_down(worker.name, "a test says so")  # to be asked anew
         found = lambda: [f for f in service.diagnosis.look() if f.code is Code.TOKENIZER]  # noqa: E731
         [finding] = await until(found, "it is found")
         assert "0000000000000000" in finding.seen
 
 
-def said(service, worker, about):
-    """As if a hello had come."""
-    worker.followers[0] = Follower(service.router, worker.ranks[0])
-    worker.followers[0].about = about
+@asynccontextmanager
+async def following(digest, tokenizer):
+    """A router with this tokenizer before an engine that says this digest of its own."""
+    with publishing(tokenizer=digest) as stream:
+        async with served(Engine([MODEL])) as url:
+            spec = WorkerSpec(url=url, events=stream.endpoint)
+            config = ServerConfig(
+                workers=(spec,), port=0, tokenizer=tokenizer, health_interval_s=0.05
+            )
+            async with RouterService(config) as service, ClientSession(service.url) as client:
+                worker = service.fleet.workers[url]
+                await until(lambda: worker.about is not None, "its hello has come")
+                await until(lambda: worker.tokenizer == digest, "it is known")
+                yield service, client, worker

@@ -49,4 +49,6 @@ def test_without_a_hello_it_is_said_what_is_missing():
     with pytest.raises(ValueError, match="nothing has come from its event endpoint yet"):
         url_said(None, ENDPOINT, has_spoken=False)
     with pytest.raises(ValueError, match="a stock one"):
-        url_said(None, ENDPOINT, has_spoken=True)
+        url_said(None, ENDPOINT, has_spoken=True, is_ours=False)
+    with pytest.raises(ValueError, match="the same release of kvplug"):
+        url_said(None, ENDPOINT, has_spoken=True, is_ours=True)

@@ -10,6 +10,7 @@ from tests.plain_kernels import with_plain_kernels
 from tests.server.diagnosis.test_board import SOUND_VLLM, vllm
 from tests.server.diagnosis.test_facts import METRICS
 from tests.server.engine import served
+from tests.server.kvplug_publisher import publishing
 from tests.server.test_service import routing
 from tests.waiting import until
 
@@ -95,6 +96,19 @@ async def test_a_sound_fleet_is_exit_code_0(doctor, publisher):
         code, out, err = await doctor("--worker", worker, "--block-size", "4")
     assert (code, err) == (0, "")
     assert out.splitlines() == ["nothing found", "event streams", f"  {url}   silent   stale"]
+
+
+async def test_an_engine_may_be_named_by_its_event_endpoint(doctor):
+    engine = vllm()
+    async with served(engine) as url:
+        with publishing(
+            url=url, engine="vllm", engine_version="0.32.0", capacity_blocks=9
+        ) as stream:
+            _, out, err = await doctor("--worker", stream.endpoint)
+    assert err == ""
+    assert "worker_unknown" not in out
+    *_, line = out.splitlines()
+    assert line == f"  {stream.endpoint}   kvplug 1   exact   vllm 0.32.0, 9 blocks of 4"
 
 
 @pytest.mark.parametrize("answer", [None, b"<html>", {"status": "ok"}])
