@@ -188,6 +188,7 @@ class CacheGroups:
         """What came before was of group 0, and is the main one."""
         held = self._block_store.num_held(self._numbers.holder(rank_number, Tier.DEVICE))
         groups = self._of_rank[rank_number] = RankGroups(0 if held else None, {})
+        self._changed()
         return groups
 
     def _is_main(self, rank_number: int, groups: RankGroups, group: int, kind: GroupKind) -> bool:

@@ -87,12 +87,14 @@ class EventApplier:
         """Remember packed events (kvplug/packed.py); DecodeError, and nothing done, if they are
         none.
         """
-        run, applied = PackedRun(payload), ApplyResult()
-        if rank in self._numbers and not self._are_packed_single(rank):
-            self._kernels.apply_packed(rank, run, _ALL, _ALL, applied)
+        applied, run = ApplyResult(), None
+        if self._lower_tiers.refused or self._annotations.need_all_events:
+            run = PackedRun(payload)
+        else:
+            run = self._kernels.apply_payload(rank, payload, applied)
             if self._has_bound:
                 self._capacity_guard.settle()
-        while not run.is_done:
+        while run is not None and not run.is_done:
             self.apply_packed_run(rank, run, run.num_events, _ALL, applied)
         return applied
 
@@ -212,7 +214,7 @@ class _KernelEvents:
     def __init__(self, parts: IndexParts, query_waiting: Flag) -> None:
         self._block_size, self._speculative = parts.hasher.block_size, parts.speculative
         self._hash_spaces, self._numbers = parts.hash_spaces, parts.hash_spaces.numbers
-        self._capacity_guard = parts.capacity_guard
+        self._capacity_guard, self._cache_groups = parts.capacity_guard, parts.cache_groups
         self._block_store = parts.capacity_guard.block_store
         self._query_waiting = query_waiting
         self._version = self._block_store.version
@@ -220,6 +222,7 @@ class _KernelEvents:
         self._counts: I64 = np.zeros(kernels.NUM_COUNTS, dtype=np.int64)
         # What stays the same between calls, until an array grows or a rank comes or goes.
         self._bundles: dict[Rank, Bundle] = {}
+        self._plain_words: dict[Rank, U64] = {}
         self._seen_version = 0
         self._payload_of: PackedRun | None = None  # whose payload is in the buffer
 
@@ -252,41 +255,73 @@ class _KernelEvents:
             again = self._count(rank, applied)
         return at
 
+    def apply_payload(self, rank: Rank, payload: bytes, applied: ApplyResult) -> PackedRun | None:
+        """Apply a payload in one call, as far as that goes; None if that is all of it."""
+        words = self._words_of_plain(rank)
+        if words is None:
+            return PackedRun(payload)
+        words = self._take_payload(rank, payload, words)
+        result = apply_packed(0, 0, len(payload), _ALL, _ALL, words)
+        if result >= 0:
+            applied.num_stored = result & kernels.STORED_MASK
+            applied.num_removed = result >> kernels.REMOVED_SHIFT
+            return None
+        run = self._payload_of = PackedRun(payload)
+        if self._note(rank, run, result, applied):
+            self.apply_packed(rank, run, _ALL, _ALL, applied)
+        return run
+
+    def _words_of_plain(self, rank: Rank) -> U64 | None:
+        """As `words_of`; None for a rank that is not followed, or has several KV cache groups."""
+        if self._seen_version == self._version.count:
+            words = self._plain_words.get(rank)
+            if words is not None:
+                return words
+        if rank not in self._numbers or self._numbers.number_of(rank) in self._cache_groups:
+            return None
+        words = self._plain_words[rank] = self.words_of(rank)
+        return words
+
     def apply_packed(
         self, rank: Rank, run: PackedRun, last: int, max_blocks: int, applied: ApplyResult
     ) -> None:
         """Apply events up to number `last`, as far as that goes; DecodeError if they are none."""
         words = self.words_of(rank)
         if not run.is_begun or self._payload_of is not run:
-            words = self._take_payload(rank, run, words)
-        end, again = len(run.payload), True
+            words = self._take_payload(rank, run.payload, words)
+            self._payload_of = run
+        again = True
         while again:
-            result = apply_packed(run.next, run.at, end, last, max_blocks, words)
-            if result >= 0:
-                applied.num_stored += result & kernels.STORED_MASK
-                applied.num_removed += result >> kernels.REMOVED_SHIFT
-                self._counts[kernels.WHY] = kernels.DONE
-                run.finish()
-                return
-            again = self._count(rank, applied)
-            run.go_to(-1 - result, *self._counts[[kernels.POSITION, kernels.BEHIND]].tolist())
-            if self._counts[kernels.WHY] == kernels.NEEDS_CHECK:
-                run.check()
-                again = run.is_for_kernels
-            words = self.words_of(rank) if again else words
+            end = len(run.payload)
+            result = apply_packed(run.next, run.at, end, last, max_blocks, self.words_of(rank))
+            again = self._note(rank, run, result, applied)
 
-    def _take_payload(self, rank: Rank, run: PackedRun, words: U64) -> U64:
+    def _note(self, rank: Rank, run: PackedRun, result: int, applied: ApplyResult) -> bool:
+        """What a call has done; whether another one can go on at once."""
+        if result >= 0:
+            applied.num_stored += result & kernels.STORED_MASK
+            applied.num_removed += result >> kernels.REMOVED_SHIFT
+            run.finish()
+            return False
+        again = self._count(rank, applied)
+        run.go_to(-1 - result, *self._counts[[kernels.POSITION, kernels.BEHIND]].tolist())
+        if self._counts[kernels.WHY] == kernels.NEEDS_CHECK:
+            run.check()
+            return run.is_for_kernels
+        return again
+
+    def _take_payload(self, rank: Rank, payload: bytes, words: U64) -> U64:
         buffers = self._buffers
         try:
-            end = len(run.payload)
+            end = len(payload)
             if end > buffers.max_payload:
                 buffers.reserve_payload(end)
-                words = self._collect_anew(rank)
+                words = self.words_of(rank)
             # Copied, as NumPy takes five times as long to look at bytes where they are.
-            buffers.payload[:end] = run.payload
+            buffers.payload[:end] = payload
         except (TypeError, ValueError) as error:
             raise DecodeError(f"cannot read packed events: expected bytes: {error}") from error
-        self._payload_of = run
+        self._payload_of = None
         return words
 
     def words_of(self, rank: Rank) -> U64:
@@ -302,6 +337,7 @@ class _KernelEvents:
         holders = self._numbers.holder_of_tier(self._numbers.number_of(rank))
         if self._seen_version != self._version.count:
             self._bundles.clear()
+            self._plain_words.clear()
             self._seen_version = self._version.count
         bundle = self._bundles[rank] = self._collect(rank, self._hash_spaces.of(rank), holders)
         return bundle.words
