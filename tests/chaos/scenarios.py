@@ -115,7 +115,7 @@ def _engine_overtakes(rig, num_messages):
     old_incarnation = rig.engine.held()
     rig.proxy.cut()
     rig.kill_engine()
-    rig.work(old_incarnation.num_batches + num_messages // 2)
+    rig.work(old_incarnation.last + num_messages // 2)
     rig.proxy.restore()
     rig.heal()
     rig.tick(1)
@@ -127,7 +127,7 @@ def _engine_overtakes_unseen(rig, num_messages):
     old_incarnation = rig.engine.held()
     rig.inject(drop=1.0)
     rig.kill_engine()
-    rig.work(old_incarnation.num_batches + num_messages // 2)
+    rig.work(old_incarnation.last + num_messages // 2)
     rig.heal()
     rig.tick(1)
 
