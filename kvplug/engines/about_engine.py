@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 def note_address(arguments: Sequence[str] | None = None) -> None:
     """Remember where this process listens, if it is vLLM's API server: for its children."""
     arguments = sys.argv if arguments is None else arguments
-    if "serve" in arguments[:3] or any("api_server" in each for each in arguments[:1]):
+    if "serve" in arguments[1:2] or any("api_server" in each for each in arguments[:1]):
         port = _option(arguments, "--port") or "8000"
         if port.isdecimal():
             os.environ.setdefault(ADDRESS, _url(_option(arguments, "--host") or _ANY, int(port)))

@@ -186,7 +186,7 @@ class KvEventPublisher:
         event_id: int | None = None,
         block_hashes: Sequence[int] = (),
         *,
-        tier: Tier | str = Tier.DEVICE,
+        tier: Tier | str = "device",
     ) -> int:
         """One copy of each of these blocks is gone; returns the id of the event."""
         names = _names(block_hashes)
@@ -203,7 +203,7 @@ class KvEventPublisher:
         self,
         event_id: int | None = None,
         block_hashes: Sequence[int] = (),
-        new_state: CxlState | str = CxlState.LOCAL_GPU,
+        new_state: CxlState | str = "local_gpu",
         pool_id: int | None = None,
         accessible_workers: Sequence[object] | None = None,
     ) -> int:

@@ -74,6 +74,7 @@ class Life:
         self._history_bytes = history_bytes
         self._about = self._said = about
         self._resident = ResidentSet(about.block_size, bigrams=about.bigrams)
+        self._noted: tuple[object, ...] = ()
         self._hidden = HiddenStates() if about.hides_states else None
         self._begin()
 
@@ -120,7 +121,7 @@ class Life:
             packed = [each for batch in batches for each in self._packed(batch)]
             self._resident.settle()
             self._note_resident()
-            hello = [self._hello()] if self._about != self._said else []
+            hello = [] if self._about is self._said else [self._hello()]
             return hello + [self._events(part) for part in payloads_of(packed, MAX_PACKED_BYTES)]
 
     def answer(self, ask: Ask) -> Answer:
@@ -156,6 +157,9 @@ class Life:
 
     def _note_resident(self) -> None:
         resident, kinds = self._resident, self._resident.groups
+        if resident.said == self._noted:
+            return
+        self._noted = resident.said
         groups = [GroupAbout(group=kinds.main)] if kinds.main is not None else []
         groups += [
             GroupAbout(group=n, attention=kind.attention, sliding_window=kind.sliding_window)

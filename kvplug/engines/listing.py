@@ -15,6 +15,8 @@ in 0.2 s.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Final
@@ -35,6 +37,8 @@ from kvplug.engines.resident_groups import FULL, GroupKind
 from kvplug.engines.resident_set import Listing
 from kvplug.events import MAMBA, CxlMetadata, CxlState, MoeLabel, Tier
 from kvplug.packed import (
+    REMOVED,
+    STORED,
     VERSION,
     PackedAdapter,
     PackedCopied,
@@ -42,6 +46,7 @@ from kvplug.packed import (
     PackedRemoved,
     PackedStored,
     PackedTransition,
+    U64Like,
     as_array,
 )
 
@@ -77,11 +82,34 @@ def payloads_of(packed: Iterable[Packed], max_bytes: int) -> Iterator[bytes]:
 
 def packed(event: PackedEvent) -> Packed:
     """An event with its length."""
-    names = getattr(event, "engine_hashes", ())
+    if isinstance(event, PackedStored) and _is_plain(event):
+        names, hashes = _words(event.engine_hashes), _words(event.hashes)
+        head = [STORED, int(event.tier), event.parent, event.seed]
+        return _HEAD_BYTES + len(names) + len(hashes), [*head, names, hashes]
+    if isinstance(event, PackedRemoved) and not event.group:
+        names = _words(event.engine_hashes)
+        return _HEAD_BYTES + len(names), [REMOVED, int(event.tier), names]
+    blocks = getattr(event, "engine_hashes", ())
     num_words = 2 if isinstance(event, PackedStored) else 1
     details = getattr(event, "cxl", None) or getattr(event, "accessible_workers", None)
     more = len(str(details)) if details else 0
-    return _HEAD_BYTES + more + _WORD * num_words * len(names), as_array(event)
+    return 2 * _HEAD_BYTES + more + _WORD * num_words * len(blocks), as_array(event)
+
+
+def _is_plain(event: PackedStored) -> bool:
+    """Whether it has no details; nearly all have none, and to look at each takes microseconds."""
+    is_usual = event.group == 0 and (event.attention, event.sliding_window) == FULL
+    return is_usual and event.cxl is None and event.moe is None
+
+
+def _words(numbers: U64Like) -> bytes:
+    """As little-endian u64."""
+    if isinstance(numbers, np.ndarray):
+        return numbers.astype("<u8").tobytes()
+    words = array("Q", numbers)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 class _Listed:

@@ -77,21 +77,29 @@ class ResidentBlocks:
         return len(self.slot_of)
 
     def store(
-        self, names: Sequence[int], hashes: Sequence[int], parent: int | None, seed: int
-    ) -> list[int] | None:
-        """The slots of consecutive blocks, new or there already, behind the slot `parent`; None if
-        a name stands for other content, or content has another name. Give each a copy next.
+        self,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        parent: int | None,
+        seed: int,
+        holder: int,
+    ) -> Sequence[int] | None:
+        """One more copy of consecutive blocks behind the slot `parent`; their slots.
+
+        None, and nothing done, if a name stands for other content, or content has another name.
         """
         slots = list(map(self.slot_of.get, names))
         is_new = slots.count(None) == len(slots) and self._contents.isdisjoint(hashes)
-        if is_new and not self._ghosts and len(set(names)) == len(names):
-            return self._append(names, hashes, parent, seed)
+        if is_new and len(set(names)) == len(names) and self._ghosts.keys().isdisjoint(hashes):
+            return self._append(names, hashes, parent, seed, holder)
         if not self._fit(names, hashes, slots):
             return None
-        return [
+        stored = [
             parent := self._slot(name, hash_, parent, seed)
             for name, hash_ in zip(names, hashes, strict=True)
         ]
+        self.add_copies(stored, holder)
+        return stored
 
     def counts_of(self, holder: int) -> array[int]:
         """Copies by slot."""
@@ -118,6 +126,23 @@ class ResidentBlocks:
             self.num_held[holder] -= not counts[slot]
             if not num_copies[slot]:
                 self._lose(slot)
+
+    def remove(self, names: Iterable[int], holder: int) -> list[int]:
+        """The holder has one copy less of each block that it has; the names of these."""
+        counts, num_copies, slot_of = self.counts_of(holder), self._num_copies, self.slot_of
+        removed, num_lost = [], 0
+        for name in names:
+            slot = slot_of.get(name)
+            if slot is None or not counts[slot]:
+                continue
+            removed.append(name)
+            counts[slot] -= 1
+            num_copies[slot] -= 1
+            num_lost += not counts[slot]
+            if not num_copies[slot]:
+                self._lose(slot)
+        self.num_held[holder] = self.num_held.get(holder, 0) - num_lost
+        return removed
 
     def drop_all(self, slot: int, holder: int) -> None:
         """The holder has no copy any more, however many it had."""
@@ -190,9 +215,16 @@ class ResidentBlocks:
         return names
 
     def _append(
-        self, names: Sequence[int], hashes: Sequence[int], parent: int | None, seed: int
-    ) -> list[int]:
-        """New blocks, in one step for each array."""
+        self,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        parent: int | None,
+        seed: int,
+        holder: int | None = None,
+    ) -> range:
+        """New blocks, in one step for each array, with a copy each if a holder has them."""
+        if holder is not None:
+            self.counts_of(holder)  # before the arrays grow
         first, num = len(self.names), len(names)
         depth = 0 if parent is None else self.depths[parent] + 1
         self.names.extend(names)
@@ -203,16 +235,21 @@ class ResidentBlocks:
         self.depths.extend(range(depth, depth + num))
         self._num_children.extend([1] * (num - 1))
         self._num_children.append(0)
-        self._num_copies.extend([0] * num)
         self._is_used.extend([1] * num)
-        for counts in self._counts.values():
-            counts.extend([0] * num)
+        copies = [0 if holder is None else 1] * num
+        self._num_copies.extend(copies)
+        if holder is not None:
+            self.counts_of(holder).extend(copies)
+            self.num_held[holder] = self.num_held.get(holder, 0) + num
+        for each, counts in self._counts.items():
+            if each != holder:
+                counts.extend([0] * num)
         if parent is not None:
             self._num_children[parent] += 1
         slots = range(first, first + num)
         self.slot_of.update(zip(names, slots, strict=True))
         self._contents.update(hashes)
-        return list(slots)
+        return slots
 
     def _fit(self, names: Sequence[int], hashes: Sequence[int], slots: list[int | None]) -> bool:
         """Whether names and contents go together, within the event, too."""
@@ -239,16 +276,16 @@ class ResidentBlocks:
         hash_ = self.hashes[slot]
         del self.slot_of[self.names[slot]]
         self._contents.discard(hash_)
-        self._ghosts[hash_] = slot
         self._on_gone(hash_)
-        if not self._num_children[slot] and not self._is_kept(hash_):
+        if self._num_children[slot] or self._is_kept(hash_):
+            self._ghosts[hash_] = slot
+        else:
             self._free(slot)
 
     def _free(self, slot: int) -> None:
-        """A ghost goes, and those before it that were here for its sake."""
+        """A block goes, and the ghosts before it that were here for its sake."""
         while slot != NO_PARENT:
-            hash_ = self.hashes[slot]
-            del self._ghosts[hash_]
+            self._ghosts.pop(self.hashes[slot], None)
             self._is_used[slot] = 0
             self._num_gone += 1
             slot = self._parents[slot]

@@ -9,7 +9,7 @@ kept for the last MAX_RETAINED of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvplug.engines.resident_blocks import DEVICE, POOL, ResidentBlocks
@@ -55,7 +55,7 @@ class ResidentPools:
         self._retained.clear()
         self._num_placed.clear()
 
-    def on_stored(self, slots: list[int], event: BlockStored, said: CxlMetadata) -> None:
+    def on_stored(self, slots: Sequence[int], event: BlockStored, said: CxlMetadata) -> None:
         """The blocks have a copy more, in this state."""
         is_pooled = said.state is CxlState.CXL_POOLED
         for slot in slots:

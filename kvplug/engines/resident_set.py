@@ -12,7 +12,7 @@ not there cannot be removed: neither is sent (kvplug/index/repeated_stores.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -92,6 +92,11 @@ class ResidentSet:
         self._blocks = ResidentBlocks(self._pools.is_kept, self._on_gone)
         self._pools.blocks = self._blocks
 
+    @property
+    def said(self) -> tuple[object, ...]:
+        """What a hello says of it, as far as it may change; to be compared."""
+        return self.block_size, self.bigrams, self.groups.num_changes, *self.defects.items()
+
     def __len__(self) -> int:
         """How many blocks are held."""
         return len(self._blocks)
@@ -157,11 +162,11 @@ class ResidentSet:
             return []
         adapter = self._new_adapter(event, seed)
         packed = _packed_store(event, hashes, seed)
-        slots = known.store(names, hashes, parent, seed)
+        slots = known.store(names, hashes, parent, seed, holder)
         if slots is None and self._forget_reloaded(names, hashes, seed):
-            slots = known.store(names, hashes, parent, seed)
+            slots = known.store(names, hashes, parent, seed, holder)
         if slots is not None:
-            self._hold(slots, holder, event)
+            self._annotate(slots, event)
         return [*adapter, packed]
 
     def _fits_blocks(self, event: BlockStored) -> bool:
@@ -197,8 +202,7 @@ class ResidentSet:
         self._adapters[seed] = event.namespace.lora_name
         return [PackedAdapter(seed, event.namespace.lora_name)]
 
-    def _hold(self, slots: list[int], holder: int, event: BlockStored) -> None:
-        self._blocks.add_copies(slots, holder)
+    def _annotate(self, slots: Sequence[int], event: BlockStored) -> None:
         if event.cxl is not None:
             self._pools.on_stored(slots, event, event.cxl)
         if event.moe is not None:
@@ -210,6 +214,8 @@ class ResidentSet:
         if event.tier is not Tier.DEVICE or event.cxl is not None or event.moe is not None:
             return False
         if self.groups.is_hybrid or (len(hashes) == 1 and not self._counted.has_reported):
+            return False
+        if event.block_hashes and event.block_hashes[0] not in self._blocks.slot_of:
             return False
         counts = self._blocks.counts_of(holder)
         slots = list(map(self._blocks.slot_of.get, event.block_hashes))
@@ -271,12 +277,7 @@ class ResidentSet:
         holder = self.groups.holder_of(event.group, event.tier)
         if holder is None:
             return []
-        counts, slot_of, removed = self._blocks.counts_of(holder), self._blocks.slot_of, []
-        for name in event.block_hashes:
-            slot = slot_of.get(name)
-            if slot is not None and counts[slot]:
-                self._blocks.drop_copies((slot,), holder)
-                removed.append(name)
+        removed = self._blocks.remove(event.block_hashes, holder)
         return [PackedRemoved(removed, event.tier, event.group)] if removed else []
 
     def _clear(self, event: AllBlocksCleared) -> list[PackedEvent]:
@@ -304,8 +305,10 @@ class ResidentSet:
         return [PackedTransition(names, event.new_state, event.pool_id, event.accessible_workers)]
 
     def _on_gone(self, hash_: int) -> None:
-        self._labels.pop(hash_, None)
-        self._pools.on_gone(hash_)
+        if self._labels:
+            self._labels.pop(hash_, None)
+        if self._pools.metadata:
+            self._pools.on_gone(hash_)
 
     def _has_main(self) -> bool:
         return self._blocks.num_held.get(DEVICE, 0) > 0

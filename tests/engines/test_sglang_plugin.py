@@ -150,7 +150,7 @@ def test_our_wire_says_what_sglang_caches_and_what_it_is(engine):
     drain(engine)
 
     def is_equal():
-        client.follow(client.receive_hello().next)
+        client.follow_to_hello()
         return client.names() == engine.cached_blocks()
 
     wait_until(is_equal, "both hold the same")

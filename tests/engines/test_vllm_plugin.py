@@ -132,7 +132,7 @@ def follow_until_equal(engine, client, rank=0):
     """What the client holds is what the engine has cached; nothing less ends the wait."""
 
     def is_equal():
-        client.follow(client.receive_hello().next)
+        client.follow_to_hello()
         return client.names() == set(engine.ask_oracle(rank)["blocks"])
 
     wait_until(is_equal, "both hold the same")

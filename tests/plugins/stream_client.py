@@ -30,12 +30,12 @@ class StreamClient:
         self.about, self.captured, self.live = None, [], []
         self._unread = []
 
-    def join(self, endpoint):
+    def join(self, endpoint, *, limit_ms=LIMIT_MS):
         """Subscribe; a hello comes."""
         self._sub = self.context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, self._topic.encode())
         self._sub.connect(endpoint)
-        return self.receive_hello()
+        return self.receive_hello(limit_ms=limit_ms)
 
     def receive(self, *, limit_ms=LIMIT_MS):
         """One live message, decoded."""
@@ -49,9 +49,9 @@ class StreamClient:
             self.about = message.about
         return message
 
-    def receive_hello(self):
+    def receive_hello(self, *, limit_ms=LIMIT_MS):
         while True:
-            message = self.receive()
+            message = self.receive(limit_ms=limit_ms)
             if isinstance(message, Hello):
                 return message
 
@@ -101,6 +101,13 @@ class StreamClient:
             message = self.receive()
             if isinstance(message, Events) and message.number >= self.next:
                 self._apply(message)
+
+    def follow_to_hello(self):
+        """Apply live events up to the next hello, which says that these are all so far."""
+        while not isinstance(message := self.receive(), Hello):
+            if message.number >= self.next:
+                self._apply(message)
+        assert message.next <= self.next
 
     def _apply(self, message):
         assert (message.life, message.number) == (self.life, self.next)
