@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from msgspec import structs
 
@@ -21,7 +20,7 @@ from kvplug.errors import DecodeError
 from kvplug.events import EventBatch, Rank
 from kvplug.hidden_states import HiddenStates
 from kvplug.index.apply_result import ApplyResult, RejectReason
-from kvplug.ingest.introduction import HASH_SCHEME_REASON, OTHER_RANK, Engines, introduce
+from kvplug.ingest.introduction import HASH_SCHEME_REASON, OTHER_RANK, introduce
 from kvplug.ingest.message_log import Effect
 from kvplug.protocol import WorkerHello
 from kvplug.records import Records, read_payloads
@@ -116,11 +115,13 @@ class Applier:
                 at += records.num_payloads
         return effect
 
-    def apply_packed(self, packed: bytes) -> Effect | None:
-        """Apply packed events of a publisher of ours; None if there is nothing to say of it."""
+    def apply_packed(self, packed: bytes, sent_at: float) -> Effect | None:
+        """Apply packed events of a publisher of ours, sent at this time, 0 if that is not known;
+        None if there is nothing to say of it.
+        """
         rank = self._packed_rank
         try:
-            applied = self._router.apply_packed(rank, packed)
+            applied = self._router.apply_packed(rank, packed, ts=sent_at)
         except DecodeError as error:
             self._skip("undecodable", 1, str(error))
             return Effect(defects=Counter(undecodable=1))
@@ -138,7 +139,7 @@ class Applier:
         """
         if self.engine_rank is None:
             self._packed_rank = self._rank.named_by(about.dp_rank)
-        return introduce(cast(Engines, self._router), self._packed_rank, about, self.engine_rank)
+        return introduce(self._router, self._packed_rank, about, self.engine_rank)
 
     def clear(self) -> None:
         """Forget the blocks of the publisher."""

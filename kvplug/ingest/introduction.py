@@ -5,14 +5,14 @@ In:  the `about` of a hello.   Out: calls of the router; the reason why its even
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 from kvplug.errors import ConfigError, UnknownRankError
 from kvplug.events import Rank
 from kvplug.index.apply_result import RejectReason
 from kvplug.protocol import HASH_SCHEME, WorkerHello
+from kvplug.router.core import Router
 
 HASH_SCHEME_REASON: Final = "hash_scheme"
 """Its sequence hashes are computed in another way than the router's."""
@@ -23,21 +23,8 @@ OTHER_RANK: Final = "other_rank"
 _MAX_REASON_LENGTH: Final = 40
 
 
-class Engines(Protocol):
-    """What of a Router is told."""
-
-    def set_blocks(self, rank: Rank, block_size: int, *, bigrams: bool = False) -> bool:
-        """Its packed events are of such blocks."""
-
-    def set_cxl_pools(self, worker: str, pool_ids: Collection[int]) -> None:
-        """It can read these."""
-
-    def set_cache_capacity(self, rank: Rank, num_blocks: float) -> None:
-        """Its device has room for so many."""
-
-
 def introduce(
-    router: Engines, rank: Rank, about: WorkerHello, engine_rank: int | None
+    router: Router, rank: Rank, about: WorkerHello, engine_rank: int | None
 ) -> str | None:
     """Tell the router of the rank's engine; returns why its events are refused, None: they are not.
 
@@ -60,7 +47,7 @@ def introduce(
     return None
 
 
-def _set_blocks(router: Engines, rank: Rank, about: WorkerHello) -> bool:
+def _set_blocks(router: Router, rank: Rank, about: WorkerHello) -> bool:
     if about.block_size is None:
         return True
     try:

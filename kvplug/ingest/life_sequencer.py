@@ -60,8 +60,8 @@ _ASK_EVERY_S: Final = 0.2
 class LifeSink(Protocol):
     """Where packed events go, and what a publisher says of its engine."""
 
-    def apply_packed(self, packed: bytes) -> Effect | None:
-        """Apply them; None if there is nothing to say."""
+    def apply_packed(self, packed: bytes, sent_at: float) -> Effect | None:
+        """Apply what was sent at this time (0: not known); None if there is nothing to say."""
 
     def introduce(self, about: WorkerHello) -> str | None:
         """Take what it says; returns why its events are of no use, if they are not."""
@@ -363,7 +363,7 @@ class LifeSequencer:
         if said.part == 0:
             self._drop_blocks()
             self._is_waiting, request.is_check = True, False
-        effect = self._sink.apply_packed(said.packed)
+        effect = self._sink.apply_packed(said.packed, 0.0)
         for reason in effect.defects if effect is not None else ():
             self._defect = reason
 
@@ -459,7 +459,7 @@ class LifeSequencer:
     # -- what is known --
 
     def _apply(self, said: Events) -> None:
-        effect = self._sink.apply_packed(said.packed)
+        effect = self._sink.apply_packed(said.packed, said.sent_at)
         self.next = said.number + 1
         if effect is not None:
             self._note(effect)

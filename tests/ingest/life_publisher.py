@@ -19,13 +19,15 @@ class TellableRouter(Router):
 
     def set_blocks(self, rank, block_size, *, bigrams=False):
         self.told["blocks"] = block_size, bigrams
-        return block_size == self.config.block_size
+        return super().set_blocks(rank, block_size, bigrams=bigrams)
 
     def set_cxl_pools(self, worker, pool_ids):
         self.told["pools"] = worker, pool_ids
+        super().set_cxl_pools(worker, pool_ids)
 
     def set_cache_capacity(self, rank, num_blocks):
         self.told["capacity"] = rank, num_blocks
+        super().set_cache_capacity(rank, num_blocks)
 
 
 class LifePublisher:

@@ -271,6 +271,21 @@ def test_a_publisher_that_cannot_be_asked_is_followed_from_now_on(follower, rout
     assert (follower.trust, names(router)) == (trust.EXACT, [5])
 
 
+def test_live_events_during_a_check_are_in_no_answer_that_is_older(
+    follower, router, publisher, clock
+):
+    join(follower, publisher)
+    follower.receive([publisher.store(3)])
+    clock.now_s += 1
+    follower.sequencer.start_over()
+    said = publisher.answer(follower.replay_request.payload)
+    follower.receive([publisher.remove_last(2), publisher.store(1)])
+    assert names(router) == [1, 4], "a check keeps nobody waiting"
+    follower.replayed(said)
+    assert (follower.trust, names(router)) == (trust.EXACT, [1, 4])
+    assert follower.num_stored == 3 + 1 + 3 + 1
+
+
 def test_a_configured_endpoint_is_asked_first_and_the_named_one_next(follower, publisher, clock):
     follower.can_replay = True
     follower.receive([publisher.hello()])
