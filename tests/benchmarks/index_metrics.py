@@ -1,8 +1,10 @@
 """What `make bench-index` measures, and by how much kvplug has to be better.
 
-A rate is of blocks from the first call to the last block known, and both sides get the hashes of
-blocks, not tokens (`make bench-ingest` begins with tokens); a latency is the p50 of calls;
-memory is bytes per unique block. For each case see index_side.py, `_prepare_...`.
+A rate is of blocks from the first call to the last block known. Ours come in the payloads of
+kvplug's own stream, as its publisher makes them (packed events: hashes, no tokens), the peer's in
+its own form, with hashes, too; `make bench-ingest` has the sockets, and the stock stream, which
+has tokens. A latency is the p50 of calls; memory is bytes per unique block. For each case see
+index_side.py, `_prepare_...`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ MATCH_CALLS, HASH_CALLS = 1000, 200
 FILLS = (700_000, 900_000, 1_100_000, 1_400_000, 1_700_000, 2_000_000)
 """Memberships (a block and a worker that holds it): tables are at their best and at their worst."""
 
-UNITS = {"rate": "M pre-hashed blocks/s", "latency": "us, p50", "memory": "bytes per unique block"}
+UNITS = {"rate": "M packed blocks/s", "latency": "us, p50", "memory": "bytes per unique block"}
 """Blocks of a replay are those of its queries, too."""
 
 

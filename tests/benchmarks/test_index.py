@@ -7,7 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.benchmarks import index, index_dynamo_events, index_trace, index_workload
+from kvplug import packed, protocol
+from kvplug.engines.life import Life
+from kvplug.events import BlockRemoved, EventBatch
+from kvplug.protocol import WorkerHello
+from tests.benchmarks import (
+    index,
+    index_dynamo_events,
+    index_trace,
+    index_workload,
+    ingest_packed,
+)
 from tests.benchmarks.index_kvplug import Kvplug
 from tests.benchmarks.index_metrics import Metric, all_metrics
 from tests.benchmarks.index_report import merged, row_of
@@ -121,6 +131,27 @@ class TestWorkload:
         ]
 
 
+def test_payloads_are_those_of_a_publisher():
+    """For the same blocks, byte by byte."""
+    batches = list(ingest_packed.batches(seed=1, blocks_per_event=16, num_blocks=2048))
+    life = Life(WorkerHello(block_size=16))
+    *_, message = life.apply(batches[:4])  # behind a hello
+    said = protocol.decode(message.payload).packed
+    events = [
+        Stored(0, event.parent, event.engine_hashes.tolist(), event.hashes.tolist())
+        for event in packed.decode(said)
+    ]
+    events += [Removed(0, events[-1].names)]
+    *_, removal = life.apply([removed_batch(events[-1].names)])
+    payloads = [payload for _, payload in Kvplug.calls(events[:4], 4)]
+    payloads += [payload for _, payload in Kvplug.calls(events[4:], 4)]
+    assert payloads == [said, protocol.decode(removal.payload).packed]
+
+
+def removed_batch(names):
+    return EventBatch(events=(BlockRemoved(block_hashes=tuple(names)),))
+
+
 def unpacked(payload):
     """[parent, names, hashes] or [names] of each event."""
     result = []
@@ -180,7 +211,7 @@ class TestReport:
             "peer": 5000.0,
             "ratio": 4.0,
             "target": 4,
-            "unit": "M pre-hashed blocks/s",
+            "unit": "M packed blocks/s",
             "spread": [2.0, 5.0],
         }
 
