@@ -159,10 +159,12 @@ _KIND_OF: Final = {kind: name for name, kind in _KINDS.items()}
 
 
 class _Head(Struct, array_like=True, frozen=True):
+    """Of any major version; what is behind `major` may be anything in another one."""
+
     magic: str
     major: int
-    minor: int
-    kind: str
+    minor: Any = 0
+    kind: Any = ""
 
 
 def _as_array(kind: type[ProtocolMessage]) -> type[Struct]:
@@ -233,8 +235,8 @@ def _require_version(head: _Head) -> None:
         )
 
 
-def _required_kind(kind: str) -> str:
-    if kind not in _KINDS:
+def _required_kind(kind: object) -> str:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ProtocolError("unknown_kind", f"cannot read a message of the kind {kind!r:.40}")
     return kind
 
