@@ -1,13 +1,22 @@
 """Plug-ins: what runs inside an engine's process; everything else runs beside it.
 
-vllm            vLLM's side: registers the publisher `kvplug`
-sglang          SGLang's side: the same
-settings        what either of them was started with
-publisher       batches from the engine's thread to sockets, without ever holding the engine up
-replay_server   past batches again, for a follower that missed some
-binding         a socket and its address, tried again while the address is taken
+vllm                vLLM's side: registers the publisher `kvplug`
+sglang              SGLang's side: the same
+kv_event_publisher  the same for engines of one's own
+settings            what they were started with
+about_engine        what an engine is
+opening             the publisher that the settings ask for
 
-A simulated engine (kvplug.sim) publishes with the same publisher.
+event_stream        our own wire: batches from the engine's thread to sockets, without holding it up
+answers             answers to followers that join late or missed something
+life                what has been said, and what there is to say to a newcomer
+block_hashes        token ids to sequence hashes, without Numba
+resident_set        what the engine holds: with resident_blocks, resident_groups, resident_pools
+listing             all of that as packed events
+
+publisher           the stock wire
+replay_server       past batches of it again
+binding, wake       a socket and its address, tried again while it is taken; a thread that waits
 
 An engine is imported only inside functions, and Numba nowhere: vLLM 0.32 for the CPU does not start
 in a process that has loaded it (docs/decisions.md, 10).

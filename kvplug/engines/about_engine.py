@@ -28,6 +28,9 @@ ADDRESS: Final = "KVPLUG_ENGINE_ADDRESS"
 0.0.0.0 stands for the machine that the events come from.
 """
 
+DP_SIZE: Final = "KVPLUG_ENGINE_DP_SIZE"
+"""Its --data-parallel-size: vLLM tells the cores of models without experts that they are alone."""
+
 _ANY: Final = "0.0.0.0"
 _T = TypeVar("_T")
 
@@ -39,6 +42,9 @@ def note_address(arguments: Sequence[str] | None = None) -> None:
         port = _option(arguments, "--port") or "8000"
         if port.isdecimal():
             os.environ.setdefault(ADDRESS, _url(_option(arguments, "--host") or _ANY, int(port)))
+        dp_size = _option(arguments, "--data-parallel-size") or _option(arguments, "-dp") or "1"
+        if dp_size.isdecimal():
+            os.environ.setdefault(DP_SIZE, dp_size)
 
 
 def about_vllm(dp_rank: int, variables: PublisherVariables) -> WorkerHello:
@@ -55,7 +61,7 @@ def about_vllm(dp_rank: int, variables: PublisherVariables) -> WorkerHello:
         tokenizer=_or_nothing(lambda: tokenizer_of(_vllm_tokenizer(at)), ""),
         capacity_blocks=_vllm_capacity(at),
         dp_rank=dp_rank,
-        dp_size=_as(int, at("parallel_config", "data_parallel_size")) or 1,
+        dp_size=max(dp_rank + 1, *_vllm_dp_sizes(at)),
         url=variables.url or os.environ.get(ADDRESS, ""),
         topology=variables.topology,
         cxl_pools=variables.cxl_pools,
@@ -152,6 +158,13 @@ def _vllm_capacity(at: _Path) -> int | None:
     """Without the null block, which vLLM keeps for itself."""
     num_blocks = _as(int, at("cache_config", "num_gpu_blocks"))
     return num_blocks - 1 if num_blocks else None
+
+
+def _vllm_dp_sizes(at: _Path) -> tuple[int, int]:
+    """What is said of it, by the core's config and by its parent."""
+    said = os.environ.get(DP_SIZE, "")
+    size = _as(int, at("parallel_config", "data_parallel_size")) or 1
+    return size, int(said) if said.isdecimal() else 1
 
 
 def _vllm_tokenizer(at: _Path) -> str:

@@ -8,7 +8,7 @@ name is nobody's then, as in an index. Slots rise with time, so parents come bef
 and the blocks of one event are neighbours; those of blocks that are gone are squeezed out when they
 are the half.
 
-Memory: about 240 bytes per block, 40 of them in arrays; the rest is a dict and a set of integers.
+Memory: about 270 bytes per block, 40 of them in arrays; the rest is a dict and a set of integers.
 """
 
 from __future__ import annotations

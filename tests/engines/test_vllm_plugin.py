@@ -151,7 +151,7 @@ def test_our_wire_says_what_vllm_caches_and_what_it_is(engine):
     assert not oracle["numba_is_loaded"]
     about = late.about
     assert (about.engine, about.engine_version.partition("+")[0]) == ("vllm", "0.32.0")
-    assert (about.model, about.block_size, about.capacity_blocks) == (MODEL, BLOCK_SIZE, 64)
+    assert (about.model, about.block_size, about.capacity_blocks) == (MODEL, BLOCK_SIZE, 63)
     assert (about.dp_rank, about.dp_size, about.kvplug_version) == (0, 1, __version__)
     assert (len(about.tokenizer), about.topology, about.defects) == (16, {"zone": "z"}, {})
     assert about.url == engine.url

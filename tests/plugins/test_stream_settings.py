@@ -10,6 +10,7 @@ import zmq.auth
 from kvplug.curve_keys import ClientKeys, ServerKeys
 from kvplug.engines.about_engine import (
     ADDRESS,
+    DP_SIZE,
     about_sglang,
     about_vllm,
     note_address,
@@ -148,9 +149,18 @@ def test_outside_of_an_engine_nothing_is_known_and_nothing_raises(monkeypatch):
 )
 def test_where_the_api_of_vllm_is(arguments, url, monkeypatch):
     monkeypatch.setenv(ADDRESS, "-")  # to be restored
+    monkeypatch.setenv(DP_SIZE, "1")
     monkeypatch.delenv(ADDRESS)
     note_address(arguments)
     assert os.environ.get(ADDRESS) == url
+
+
+def test_how_many_ranks_vllm_has_is_told_to_its_cores(monkeypatch):
+    for name in (ADDRESS, DP_SIZE):
+        monkeypatch.setenv(name, "-")
+        monkeypatch.delenv(name)
+    note_address(["vllm", "serve", "M", "--data-parallel-size", "4"])
+    assert about_vllm(1, PublisherVariables()).dp_size == 4
 
 
 def test_a_tokenizer_is_told_by_its_file(tmp_path):
