@@ -49,6 +49,10 @@ class Mutator:
             return _pack(self._damaged_value(self._value(), 0))
         return _pack(corpus.generated(self._rng))
 
+    def cleared(self):
+        """The payload of a message that empties the rank."""
+        return corpus.cleared()
+
     def frames(self, payload):
         """A message around the payload; one in twenty has other frames than it should."""
         dice = self._rng.random()

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from tests.fuzz import corpus
-from tests.fuzz.mutate import Mutator
 from tests.fuzz.target import TARGETS
 
 MAX_GROWTH_BYTES = 16 * 2**20
@@ -71,11 +69,11 @@ class Memory:
 def fuzz(target_name, seed, *, seconds=float("inf"), count=float("inf")):
     """Damage messages until the time or the count is reached."""
     rng = random.Random(seed)
-    target, mutator, memory = TARGETS[target_name](rng), Mutator(rng), Memory()
+    target, memory = TARGETS[target_name](rng), Memory()
     report, started_at = Report(), time.monotonic()
     while report.num_messages < count and report.elapsed_s < seconds:
         for _ in range(min(_COMPARE_EVERY, count - report.num_messages)):
-            _step(target, mutator, report)
+            _step(target, report)
         report.elapsed_s = time.monotonic() - started_at
         if report.num_messages % _CHECK_EVERY == 0:
             report.growth_bytes = memory.growth_bytes(report.num_messages)
@@ -87,10 +85,11 @@ def fuzz(target_name, seed, *, seconds=float("inf"), count=float("inf")):
     return report
 
 
-def _step(target, mutator, report):
+def _step(target, report):
+    mutator = target.mutator
     payload = mutator.payload()
     if report.num_messages % _CLEAR_EVERY == 0:
-        payload = corpus.cleared()
+        payload = mutator.cleared()
     frames = mutator.frames(payload)
     report.num_messages += 1
     try:

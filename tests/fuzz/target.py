@@ -22,6 +22,8 @@ from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
 from kvplug.transports.zmq import message_of
 from tests.fuzz import corpus
+from tests.fuzz.lives import LifeMutator
+from tests.fuzz.mutate import Mutator
 
 _RANKS = (Rank("fed"), Rank("fed", 1))
 _BYSTANDER = Rank("bystander")
@@ -42,6 +44,9 @@ class WatchedRouter(Router):
     def apply_records(self, rank, records):
         return self.note(super().apply_records(rank, records))
 
+    def apply_packed(self, rank, payload, *, ts=0.0):
+        return self.note(super().apply_packed(rank, payload, ts=ts))
+
     def note(self, applied):
         took = applied.num_removed or applied.num_moved or applied.num_cleared
         self._accepted |= bool(applied.num_stored or took or applied.num_forgotten)
@@ -61,6 +66,7 @@ class FollowerTarget:
     """The whole path: frames, sequence, kernels or codec, index."""
 
     name = "follower"
+    min_reasons = 15  # that a short run finds
 
     def __init__(self, rng):
         self.router = WatchedRouter()
@@ -72,6 +78,10 @@ class FollowerTarget:
         self._bystander = self._blocks_of(_BYSTANDER)
         self._size = self._num_blocks()
         self.num_accepted = 0
+        self.mutator = self.make_mutator(rng)
+
+    def make_mutator(self, rng):
+        return Mutator(rng)
 
     def feed(self, frames):
         """One message; says whether the index changed."""
@@ -139,4 +149,43 @@ class CodecTarget(FollowerTarget):
             self.follower.skipped.update(self.router.apply(_RANKS[0], batch).rejected)
 
 
-TARGETS = {target.name: target for target in (FollowerTarget, CodecTarget, DispatchTarget)}
+class LifeTarget(FollowerTarget):
+    """Our own stream, with answers to asks: some damaged, some cut short, some never there."""
+
+    name = "lives"
+    min_reasons = 6
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self._rng, self._now_s = rng, 0.0
+        self.follower = Follower(self.router, _RANKS[0], clock=lambda: self._now_s)
+        self.follower.can_ask_publisher = True
+        self.follower.on_connected()
+        self._asked, self._answer = None, []
+
+    def make_mutator(self, rng):
+        return LifeMutator(rng)
+
+    def read(self, frames):
+        self.follower.receive([message_of(frames)])
+        self._now_s += self._rng.expovariate(4.0)
+        self.follower.tick()
+        if self._rng.random() < 0.002:
+            self.follower.on_disconnected()
+            self.follower.on_connected()
+        self._hand_over(self._rng.randrange(4))
+
+    def _hand_over(self, num_messages):
+        request = self.follower.replay_request
+        if request is not self._asked:
+            self._asked = request
+            self._answer = [] if request is None else self.mutator.answer(request.payload)
+        part, self._answer = self._answer[:num_messages], self._answer[num_messages:]
+        self.follower.replayed(part)
+        if part and not self._answer and self.follower.replay_request is request:
+            self.follower.replay_ended()
+
+
+TARGETS = {
+    target.name: target for target in (FollowerTarget, CodecTarget, DispatchTarget, LifeTarget)
+}

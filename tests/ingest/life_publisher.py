@@ -37,9 +37,9 @@ class LifePublisher:
     `held_before`: what it held before each number of each life.
     """
 
-    def __init__(self, *, max_history=1000, part_size=3, first_name=1, **about):
+    def __init__(self, *, max_history=1000, part_size=3, first_name=1, remembers=True, **about):
         self._names, self._part_size = count(first_name), part_size
-        self._max_history = max_history
+        self._max_history, self._remembers = max_history, remembers
         self.about = {"block_size": 4, "answers_at": "tcp://*:5558", **about}
         self.held_before = {}
         self.restart()
@@ -53,7 +53,8 @@ class LifePublisher:
         """Numbers were lost."""
         self.life, self.next = next(_lives), 0
         self.history = deque(maxlen=self._max_history)
-        self.held_before[self.life] = [frozenset(self.held)]
+        if self._remembers:
+            self.held_before[self.life] = [frozenset(self.held)]
 
     def hello(self):
         return self._message(self.next, protocol.Hello(self.life, self.next, 1.0, self._about()))
@@ -80,7 +81,8 @@ class LifePublisher:
         message = self._message(self.next, protocol.Events(self.life, self.next, 1.0, said))
         self.next += 1
         self.history.append(message)
-        self.held_before[self.life].append(frozenset(self.held))
+        if self._remembers:
+            self.held_before[self.life].append(frozenset(self.held))
         return message
 
     def answer(self, request):
