@@ -82,7 +82,7 @@ def about_sglang(dp_rank: int, variables: PublisherVariables) -> WorkerHello:
         block_size=page_size,
         bigrams=_as(str, at("speculative_algorithm")) in ("EAGLE", "EAGLE3"),
         hash_space="sglang",
-        tokenizer=_or_nothing(lambda: tokenizer_of(_as(str, at("tokenizer_path")) or ""), ""),
+        tokenizer=_or_nothing(lambda: tokenizer_of(_sglang_tokenizer(at)), ""),
         capacity_blocks=num_tokens // page_size if num_tokens and page_size else None,
         dp_rank=dp_rank,
         dp_size=_as(int, at("dp_size")) or 1,
@@ -175,6 +175,10 @@ def _hash_space(engine: str, algorithm: object) -> str:
     """Who hashes in the same way, from the same seed, gives equal blocks equal hashes."""
     seed = os.environ.get("PYTHONHASHSEED", "")
     return "-".join(str(each) for each in (engine, algorithm, seed) if each)
+
+
+def _sglang_tokenizer(at: _Path) -> str:
+    return _as(str, at("tokenizer_path")) or _as(str, at("model_path")) or ""
 
 
 def _sglang_url(at: _Path) -> str:

@@ -27,7 +27,14 @@ from kvplug.protocol import WorkerHello
 from kvplug.router.core import Router
 from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
+from kvplug.server.model_cards import (
+    ModelTable,
+    Served,
+    model_of,
+    root_of_sglang,
+    served_by,
+    with_root,
+)
 from kvplug.server.rank_sources import RankSource, sources_of
 from kvplug.server.worker_events import WorkerEvents
 from kvplug.server.worker_url import url_said
@@ -36,9 +43,10 @@ logger = logging.getLogger(__name__)
 
 # In a row, until a worker that takes connections is down.
 _FAILED_LOOKS = 2
+_OF_SGLANG: Final = "/server_info"
 _SAYS_SOURCES: Final[dict[str, Callable[[bytes], list[RankSource]]]] = {
     "/kv_event_sources": rank_sources.of_vllm,
-    "/server_info": rank_sources.of_sglang,
+    _OF_SGLANG: rank_sources.of_sglang,
 }
 
 
@@ -49,9 +57,9 @@ class Worker:
     url: of its API; None until its publisher says it, if it was named by its event endpoint;
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
     name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
-    from, of former adapters, too; tokenizer: the digest that its hello said last; num_times_up:
-    how often it came up, as each time it may be another engine; num_failed_looks: since it last
-    answered one.
+    from, of former adapters, too; tokenizer: the digest that its hello said last; root: where
+    it loaded its tokenizer from, if /v1/models does not say it; num_times_up: how often it came up,
+    as each time it may be another engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
@@ -61,6 +69,7 @@ class Worker:
     models: dict[str, Served] = field(default_factory=dict)
     lora_paths: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""
+    root: str = ""
     num_times_up: int = 0
     num_failed_looks: int = 0
     url: str | None = field(init=False)
@@ -222,9 +231,9 @@ class Fleet:
         try:
             url = self._url_of(worker)
             await self._get(url, "/health")
-            # Each time: adapters come and go while the engine runs.
-            models = served_by(await self._get(url, "/v1/models"))
             found = () if worker.is_up else await self._ask_for_sources(worker, url)
+            # Each time: adapters come and go while the engine runs.
+            models = with_root(served_by(await self._get(url, "/v1/models")), worker.root)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             worker.url = url
             self._note_failure(worker, error)
@@ -277,7 +286,9 @@ class Fleet:
         """What the engine says of its ranks; nothing if it knows no such question."""
         for path, read in _SAYS_SOURCES.items():
             try:
-                return read(await self._get(url, path))
+                answer = await self._get(url, path)
+                worker.root = root_of_sglang(answer) if path == _OF_SGLANG else ""
+                return read(answer)
             except aiohttp.ClientResponseError:
                 continue  # no such route
             except ValueError:

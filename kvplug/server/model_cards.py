@@ -1,6 +1,8 @@
 """What an engine says it serves: models, and LoRA adapters of them.
 
-In:  the answers to GET /v1/models.   Out: by the name that a request asks for, what it gets, and
+In:  the answers to GET /v1/models and, as SGLang says there only how it calls its model, to GET
+     /server_info.
+Out: by the name that a request asks for, what it gets, and
 from which workers.
 """
 
@@ -66,6 +68,20 @@ def served_by(answer: bytes) -> dict[str, Served]:
     return {_name(card): _served(card, roots) for card in cards}
 
 
+def root_of_sglang(answer: bytes) -> str:
+    """Where SGLang loaded its tokenizer from, by GET /server_info; ValueError for anything else."""
+    info = msgspec.json.decode(answer, type=_ServerInfo)
+    return info.tokenizer_path or info.model_path or ""
+
+
+def with_root(served: Mapping[str, Served], root: str) -> dict[str, Served]:
+    """The same, with the folder of the models whose root is but their name (SGLang 0.5.23)."""
+    return {
+        name: msgspec.structs.replace(each, root=root) if root and each.root == each.base else each
+        for name, each in served.items()
+    }
+
+
 def model_of(served: dict[str, Served]) -> str:
     """The name that workers with the same model have in common: the first one they list."""
     return next((model.base for model in served.values()), "")
@@ -88,6 +104,11 @@ class _Card(msgspec.Struct):
     root: str | None = None
     parent: str | None = None
     owned_by: str = ""
+
+
+class _ServerInfo(msgspec.Struct):
+    model_path: str | None = None
+    tokenizer_path: str | None = None
 
 
 class _List(msgspec.Struct):

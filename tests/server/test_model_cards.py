@@ -2,7 +2,14 @@
 
 import pytest
 
-from kvplug.server.model_cards import ModelTable, Served, model_of, served_by
+from kvplug.server.model_cards import (
+    ModelTable,
+    Served,
+    model_of,
+    root_of_sglang,
+    served_by,
+    with_root,
+)
 from tests.server.engine import Engine
 from tests.server.test_service import COMPLETION, routing
 
@@ -65,3 +72,15 @@ async def test_the_table_is_made_anew_only_when_the_fleet_changes():
         fleet.mark_down(url, "a test says so")
         assert fleet.models == {}
         assert fleet.candidates("m") == {url}  # it may be back before it is looked at
+
+
+def test_sglang_says_elsewhere_where_its_tokenizer_is():
+    card = '{"data": [{"id": "tiny", "root": "tiny", "owned_by": "sglang"}]}'
+    served = served_by(card.encode())
+    info = b'{"model_path": "/models/tiny", "tokenizer_path": null, "page_size": 1}'
+    assert with_root(served, root_of_sglang(info))["tiny"].root == "/models/tiny"
+    own = b'{"model_path": "/models/tiny", "tokenizer_path": "/tokenizers/tiny"}'
+    assert with_root(served, root_of_sglang(own))["tiny"].root == "/tokenizers/tiny"
+    assert with_root(served, root_of_sglang(b"{}")) == served
+    vllm = served_by(VLLM)
+    assert with_root(vllm, "/models/other") == vllm
