@@ -117,8 +117,15 @@ class Placements:
                 self._number_of.setdefault(each[0].rank_number, {})[each[0]] = number
                 if each[1] is not None:
                     self._holder_of[number] = each[1]
-                    if each[0].workers is None and each[0].pool_id is not None:
-                        self._numbers.follow_pool(each[1], each[0].pool_id)
+        self._numbers.follow_pools(
+            {
+                holder: placement.pool_id
+                for placement, holder in filter(None, state)
+                if holder is not None
+                and placement.workers is None
+                and placement.pool_id is not None
+            }
+        )
 
     @property
     def numbers(self) -> list[int]:

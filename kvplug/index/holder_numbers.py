@@ -8,7 +8,7 @@ Numbers of ranks that left are given again, so arrays indexed by them stay as sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -146,18 +146,22 @@ class HolderNumbers:
         self._reads[worker] = frozenset(pool_ids)
         if not self._reads[worker]:
             del self._reads[worker]
-        for holder, pool_id in self._pool_ids.items():
-            self._pools[holder] = self._pools[holder][0], self.workers_that_read(pool_id)
-        self._list_readers()
-        self._version.count += 1
+        self._settle_pools()
 
     def workers_that_read(self, pool_id: int) -> tuple[str, ...]:
         """The workers that can read a CXL pool, by what they say themselves; sorted."""
         return tuple(sorted(name for name, pool_ids in self._reads.items() if pool_id in pool_ids))
 
-    def follow_pool(self, holder: int, pool_id: int) -> None:
-        """Whoever can read this CXL pool can read the holder's copies."""
-        self._pool_ids[holder] = pool_id
+    def follow_pools(self, pool_ids: Mapping[int, int]) -> None:
+        """By holder, the CXL pool: whoever can read that can read the holder's copies."""
+        self._pool_ids.update(pool_ids)
+        self._settle_pools()
+
+    def _settle_pools(self) -> None:
+        for holder, pool_id in self._pool_ids.items():
+            self._pools[holder] = self._pools[holder][0], self.workers_that_read(pool_id)
+        self._list_readers()
+        self._version.count += 1
 
     def add_pool(
         self, rank_number: int, workers: tuple[str, ...] | None, pool_id: int | None
@@ -169,7 +173,7 @@ class HolderNumbers:
         """
         holder = self._free_holder()
         if workers is None and pool_id is not None:
-            self.follow_pool(holder, pool_id)
+            self._pool_ids[holder] = pool_id
             workers = self.workers_that_read(pool_id)
         self._pools[holder] = rank_number, workers or ()
         self._pools_of.setdefault(rank_number, []).append(holder)

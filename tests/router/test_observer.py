@@ -1,14 +1,17 @@
 """What a Router reports to its observer: what, in which order, and under its lock."""
 
 import pytest
+from msgspec.msgpack import encode as pack
 
 from kvplug import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Rank, Router, codec
 from kvplug import RouterConfig as Config
+from kvplug.errors import DecodeError
 from kvplug.hashing import as_tokens
 from kvplug.packed import encode
 from kvplug.records import read_payloads
 from kvplug.router import followed_fleet
 from kvplug.router.observer import Arrival, RouterObserver
+from tests.index.packing import as_packed
 from tests.router.test_core import Clock
 
 RANK, BLOCK = Rank("a"), 4
@@ -79,7 +82,13 @@ def apply_records(router, rank, *events):
     )
 
 
-ways = pytest.mark.parametrize("apply", [apply_batch, apply_records])
+def apply_packed(router, rank, *events):
+    index = router.fleet_index.groups[0].index
+    packed = [each for event in events for each in as_packed(index, rank, event)]
+    router.apply_packed(rank, encode(packed), ts=7.0)
+
+
+ways = pytest.mark.parametrize("apply", [apply_batch, apply_records, apply_packed])
 
 
 @ways
@@ -115,6 +124,19 @@ def test_removals_in_several_slices_are_one_report(router, apply, monkeypatch):
         ("after removal", 0),
         ("applied", 0),
     ]
+
+
+def test_a_damaged_payload_takes_nothing_away(router):
+    """The observer is told that it begins, and that it is over."""
+    apply_batch(router, RANK, *stored(1, 2))
+    recorder = Recorder(router)
+    with pytest.raises(DecodeError):
+        router.apply_packed(RANK, pack([2, [1, 0, bytes(8)], [1, 0, b"odd"]]))
+    assert [(what, size) for what, _, size in recorder.reports] == [
+        ("before removal", 2),
+        ("after removal", 2),
+    ]
+    router.route(range(9))  # and the lock is free
 
 
 def test_clears_and_departures_are_reported(router):
