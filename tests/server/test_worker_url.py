@@ -21,6 +21,7 @@ def said(url, endpoint=ENDPOINT):
         ("http://localhost:8000", "ipc:///run/events", "http://localhost:8000"),
         # Bound to all addresses: the endpoint says by which one it is reached.
         ("http://0.0.0.0:8000", ENDPOINT, "http://10.0.0.7:8000"),
+        ("http://*:8000", ENDPOINT, "http://10.0.0.7:8000"),
         ("http://[::]:8000/base", "tcp://[fe80::1]:5557", "http://[fe80::1]:8000/base"),
         ("http://0.0.0.0", "ipc:///run/events", "http://127.0.0.1"),
     ],
