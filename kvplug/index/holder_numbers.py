@@ -154,7 +154,7 @@ class HolderNumbers:
 
     def follow_pools(self, pool_ids: Mapping[int, int]) -> None:
         """By holder, the CXL pool: whoever can read that can read the holder's copies."""
-        self._pool_ids.update(pool_ids)
+        self._pool_ids |= {h: pool_id for h, pool_id in pool_ids.items() if h in self._pools}
         self._settle_pools()
 
     def _settle_pools(self) -> None:
