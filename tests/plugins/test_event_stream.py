@@ -26,9 +26,11 @@ from kvplug.events import (
     EventBatch,
     Namespace,
 )
+from kvplug.hashing import as_hashes
+from kvplug.index.block_copies import copies_of
 from kvplug.protocol import Events, Hello, Resident, WorkerHello
 from tests.plugins.stock_client import clear, engine_batch, wait_until
-from tests.plugins.stream_client import StreamClient
+from tests.plugins.stream_client import RANK, StreamClient
 
 LOOPBACK = "tcp://127.0.0.1:0"
 SIZE = 4
@@ -236,6 +238,22 @@ def test_what_cannot_be_read_is_a_defect_and_the_next_batch_is_fine(client, capl
         client.catch_up(stream.answers_at)
         assert (client.names(), client.about.defects) == ({1}, {"undecodable": 2})
     assert caplog.text.count("batches of KV events are lost") == 1
+
+
+def test_windows_that_an_engine_hides_are_marked_by_the_publisher(client):
+    with streaming(about=WorkerHello(hides_states=True)) as stream:
+        client.join(stream.endpoint)
+        client.catch_up(stream.answers_at)
+        stream.publish(batch(stored(1, 3)))
+        follow_all(client, stream)
+        assert [(group.group, group.attention) for group in client.about.groups] == [
+            (0, "full_attention"), (1, "mamba"),
+        ]  # fmt: skip
+        hashes = as_hashes(
+            [int(client.index.hash_spaces.hash_of(RANK, name)) for name in (1, 2, 3)]
+        )
+        copies = copies_of(hashes, client.index.block_store, client.index.numbers)
+        assert [each[RANK].num_groups for each in copies] == [0, 0, 1]
 
 
 def test_reports_and_removals_of_nothing_are_not_sent(client):
