@@ -1,4 +1,5 @@
-"""What one publish() takes from the engine's thread, and how fast batches leave: stock zmq, kvplug.
+"""What one publish() takes from the engine's thread, and how fast batches leave: stock zmq, kvplug on
+either wire.
 
 usage: make bench-engine, or in vLLM's environment:
        python -m tests.benchmarks.publish_call MODEL_DIR     (the model is not used)
@@ -7,6 +8,7 @@ Bursts of batches of 16 blocks, faster than any engine makes them, one publisher
 each round; nobody subscribes.
 """
 
+import os
 import statistics
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
+from kvplug.engines.event_stream import EventStream
 from kvplug.engines.vllm import register
 
 NUM_BLOCKS, BLOCK_SIZE, BURST, NUM_ROUNDS = 16, 16, 5000, 15
@@ -43,7 +46,9 @@ def batch(number):
 def everything_is_sent(publisher):
     if isinstance(publisher, ZmqEventPublisher):
         return publisher._event_queue.unfinished_tasks == 0
-    return publisher.publisher.num_sent == publisher.publisher.num_published
+    ours = publisher.publisher
+    done = ours.num_applied if isinstance(ours, EventStream) else ours.num_sent
+    return done == ours.num_published
 
 
 def burst(publisher):
@@ -59,17 +64,18 @@ def burst(publisher):
     return (published - started) / BURST * 1e6, BURST / (ended - started) / 1e3
 
 
+def create(name, path):
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher=name, endpoint=f"ipc://{path}")
+    return EventPublisherFactory.create(config)
+
+
 def main():
     register()
     folder = tempfile.mkdtemp(prefix="kvplug-bench-")
-    publishers = {
-        name: EventPublisherFactory.create(
-            KVEventsConfig(
-                enable_kv_cache_events=True, publisher=name, endpoint=f"ipc://{folder}/{name}"
-            )
-        )
-        for name in ("zmq", "kvplug")
-    }
+    publishers = {"zmq": create("zmq", f"{folder}/zmq")}
+    for wire in ("vllm", "kvplug"):
+        os.environ["KVPLUG_WIRE"] = wire
+        publishers[f"kvplug, wire {wire}"] = create("kvplug", f"{folder}/{wire}")
     figures = {name: [] for name in publishers}
     for _ in range(NUM_ROUNDS + 1):
         for name, publisher in publishers.items():
