@@ -41,7 +41,11 @@ def note_address(arguments: Sequence[str] | None = None) -> None:
     if "serve" in arguments[1:2] or any("api_server" in each for each in arguments[:1]):
         port = _option(arguments, "--port") or "8000"
         if port.isdecimal():
-            os.environ.setdefault(ADDRESS, _url(_option(arguments, "--host") or _ANY, int(port)))
+            host, is_tls = (
+                _option(arguments, "--host") or _ANY,
+                _option(arguments, "--ssl-certfile"),
+            )
+            os.environ.setdefault(ADDRESS, _url(host, int(port), bool(is_tls)))
         dp_size = _option(arguments, "--data-parallel-size") or _option(arguments, "-dp") or "1"
         if dp_size.isdecimal():
             os.environ.setdefault(DP_SIZE, dp_size)
@@ -172,22 +176,24 @@ def _vllm_tokenizer(at: _Path) -> str:
 
 
 def _hash_space(engine: str, algorithm: object) -> str:
-    """Who hashes in the same way, from the same seed, gives equal blocks equal hashes."""
+    """Who hashes in the same way, from the same seed, gives equal blocks equal hashes.
+
+    "" for vLLM's xxHash without a seed, which starts from a secret of each process.
+    """
     seed = os.environ.get("PYTHONHASHSEED", "")
+    if str(algorithm).startswith("xxhash") and not seed.isdecimal():
+        return ""
     return "-".join(str(each) for each in (engine, algorithm, seed) if each)
-
-
-def _sglang_tokenizer(at: _Path) -> str:
-    return _as(str, at("tokenizer_path")) or _as(str, at("model_path")) or ""
 
 
 def _sglang_url(at: _Path) -> str:
     host, port = _as(str, at("host")), _as(int, at("port"))
-    return _url(host, port) if host and port else ""
+    return _url(host, port, bool(at("ssl_certfile"))) if host and port else ""
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(host: str, port: int, is_tls: bool) -> str:
+    name = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_tls else 'http'}://{name}:{port}"
 
 
 def _version_of(package: str) -> str:

@@ -26,7 +26,7 @@ from kvplug._version import __version__
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig, WireName
+from kvplug.engines.settings import PublisherConfig, WireName, without_open_socket
 from kvplug.errors import ConfigError
 from kvplug.events import (
     MAX_BLOCK_SIZE,
@@ -288,6 +288,7 @@ def _open(
         return Publisher(config, hello.dp_rank, _stock_bytes, logger, keys=keys, must_bind=True)
     if wire != "kvplug":
         raise ConfigError(f'wire must be "kvplug" or "vllm", got {wire!r}')
+    config = without_open_socket(config, keys, logger)
     return EventStream(config, hello, lambda batch: batch, logger, keys=keys, must_bind=True)
 
 

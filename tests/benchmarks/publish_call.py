@@ -1,5 +1,5 @@
-"""What one publish() takes from the engine's thread, and how fast batches leave: stock zmq, kvplug on
-either wire.
+"""What one publish() takes from the engine's thread, and how fast batches leave: stock zmq, and
+kvplug on either wire.
 
 usage: make bench-engine, or in vLLM's environment:
        python -m tests.benchmarks.publish_call MODEL_DIR     (the model is not used)

@@ -142,6 +142,7 @@ def test_outside_of_an_engine_nothing_is_known_and_nothing_raises(monkeypatch):
         (["vllm", "serve", "M", "--host", "10.0.0.1", "--port", "81"], "http://10.0.0.1:81"),
         (["vllm", "serve", "M", "--port=82", "--host=::1"], "http://[::1]:82"),
         (["vllm", "serve", "M"], "http://0.0.0.0:8000"),
+        (["vllm", "serve", "M", "--ssl-certfile", "c"], "https://0.0.0.0:8000"),
         (["/v/api_server.py", "--port", "83"], "http://0.0.0.0:83"),
         (["program.py"], None),
         (["vllm", "bench", "serve"], None),
