@@ -1,5 +1,8 @@
 """What a follower does with a stream of ours: lives, gaps, asks, answers, heartbeats."""
 
+import gc
+import tracemalloc
+
 import pytest
 
 from kvplug import Rank, packed, protocol
@@ -525,6 +528,33 @@ class TestHostilePeers:
             clock.now_s += 0.001
         assert follower.sequencer.num_replays <= 11
         assert len(follower.sequencer._past) == 8
+
+    def test_what_is_kept_does_not_grow(self, follower, router, publisher, clock, caplog):
+        """After thousands of messages of each kind, live and in answers."""
+        caplog.set_level("ERROR", logger="kvplug.ingest")
+
+        def feed(count):
+            for i in range(count):
+                forged = LifePublisher(remembers=False, defects={f"{i}" * 50: i})
+                said = [forged.hello(), forged.publish(bytes(500)), forged.end()]
+                follower.receive([*said, Message(b"", i, b"%d" % i * 100)])
+                if follower.replay_request is not None:
+                    follower.replayed(list(forged.resident_set()))
+                follower.receive([forged.publish(bytes(500)) for _ in range(3)])
+                clock.now_s += 0.1
+                follower.tick()
+
+        follower.receive([publisher.hello()])
+        feed(300)
+        gc.collect()
+        tracemalloc.start()
+        feed(1500)
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert grown < 2**18, f"{grown} bytes of 1500 publishers are kept"
+        assert len(follower.skipped) < 10
+        assert names(router) == []
 
     def test_bytes_of_any_kind_change_nothing(self, follower, router, publisher):
         join(follower, publisher)
