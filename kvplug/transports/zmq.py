@@ -1,4 +1,4 @@
-"""Stock event publishers (vLLM, SGLang) over ZMQ: their PUB/SUB stream and their replay socket.
+"""Event publishers (vLLM, SGLang, kvplug) over ZMQ: their PUB/SUB stream and their replay socket.
 
 In:  endpoints and a topic prefix.   Out: the contract of kvplug/transports/base.py.
 
@@ -15,7 +15,7 @@ publisher's former incarnation had queued.
               vLLM answers ["", topic, 8-byte number, payload] *, then ["", "", -1 in 8 bytes, ""]
               older publishers leave the topic out
 
-SGLang's are the same. Seen on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
+SGLang's are the same, and ours, where the request is an Ask and a hello may name the socket. Seen on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
 """
 
 from __future__ import annotations
