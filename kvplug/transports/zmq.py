@@ -15,7 +15,8 @@ publisher's former incarnation had queued.
               vLLM answers ["", topic, 8-byte number, payload] *, then ["", "", -1 in 8 bytes, ""]
               older publishers leave the topic out
 
-SGLang's are the same, and ours, where the request is an Ask and a hello may name the socket. Seen on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
+SGLang's are the same, and ours, where the request is an Ask and a hello may name the socket. Seen
+on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
 """
 
 from __future__ import annotations
