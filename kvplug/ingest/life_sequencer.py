@@ -289,7 +289,9 @@ class LifeSequencer:
             self._skip("past_life", 1, "")
             return False
         if self.life is not None:
-            logger.warning("%s: its publisher began a new life", self._name)
+            is_seldom = self._clock() >= self._next_ask_s  # or the log would be theirs
+            log = logger.warning if is_seldom else logger.debug
+            log("%s: its publisher began a new life", self._name)
             self.num_restarts += 1
             self._past.append(self.life)
         if life in self._past:

@@ -128,7 +128,9 @@ def _of_stream(follower: Follower, endpoint: str | None) -> dict[str, Any]:
         "messages": follower.num_messages,
         "messages_missed": follower.sequencer.num_missed,
         "restarts": follower.sequencer.num_restarts,
-        "replays": _replays(follower) if follower.can_replay else None,
+        "replays": _replays(follower)
+        if follower.can_replay or follower.about is not None
+        else None,
         "blocks_stored": follower.num_stored,
         "blocks_removed": follower.num_removed,
         "skipped": dict(follower.skipped),

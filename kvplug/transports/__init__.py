@@ -1,7 +1,7 @@
 """Moving event bytes. Knows no router and no index.
 
 base    the contract
-zmq     stock event publishers of vLLM and SGLang
+zmq     event publishers of vLLM, SGLang and kvplug, encrypted or not
 memory  publishers in the same process
 """
 

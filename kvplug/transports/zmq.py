@@ -1,4 +1,4 @@
-"""Stock event publishers (vLLM, SGLang) over ZMQ: their PUB/SUB stream and their replay socket.
+"""Event publishers (vLLM, SGLang, kvplug) over ZMQ: their PUB/SUB stream and their replay socket.
 
 In:  endpoints and a topic prefix.   Out: the contract of kvplug/transports/base.py.
 
@@ -15,12 +15,15 @@ publisher's former incarnation had queued.
               vLLM answers ["", topic, 8-byte number, payload] *, then ["", "", -1 in 8 bytes, ""]
               older publishers leave the topic out
 
-SGLang's are the same. Seen on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
+SGLang's are the same, and ours, where the request is an Ask and a hello may name the socket. Seen
+on vLLM 0.32.0 and SGLang 0.5.23; no topic before vllm#45177.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 import zmq
@@ -41,6 +44,7 @@ _END_OF_REPLAY: Final = b"\xff" * _NUM_SEQUENCE_BYTES
 _AT_ONCE: Final = int(zmq.NOBLOCK)  # converting the enum costs a third of a receive
 _RECONNECT_MS: Final = 100
 _MAX_RECONNECT_MS: Final = 1000
+_RETRY_HANDSHAKE_S: Final = 1.0
 # A peer whose machine is gone says no goodbye; libzmq answers these from a thread of its own.
 _HEARTBEAT_S: Final = 5.0
 _MISSED_HEARTBEATS: Final = 3
@@ -156,7 +160,7 @@ class ZmqSource:
         """`endpoint` becomes the one that was bound, with its port, if `bind` is true."""
         self.endpoint, self._replay = endpoint, replay
         self._sockets = sockets
-        self._is_open = bind
+        self._is_open, self._retry_at_s = bind, inf
         self._last_topic: bytes | None = None
         self._opened = zmq.EVENT_ACCEPTED if bind else zmq.EVENT_HANDSHAKE_SUCCEEDED
         self._monitor: zmq.Socket[bytes] | None = None
@@ -187,11 +191,23 @@ class ZmqSource:
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 if event == self._opened:
-                    self._is_open = True
+                    self._is_open, self._retry_at_s = True, inf
                     changes.append(Connection.OPENED)
-                elif self._is_open:  # not when a handshake failed: ZMQ tries again after a pause
+                elif self._is_open:
                     changes.append(Connection.LOST)
+                else:  # a handshake failed: nothing was lost
+                    self._retry_at_s = time.monotonic() + _RETRY_HANDSHAKE_S
+        if time.monotonic() >= self._retry_at_s:
+            self._connect_again()
         return changes
+
+    def _connect_again(self) -> None:
+        """ZMQ itself gives up for good when a publisher refuses a key, which may be allowed now."""
+        self._retry_at_s = inf
+        with suppress(zmq.ZMQError):  # it may have dropped the endpoint
+            self._socket.disconnect(self.endpoint)
+        with suppress(zmq.ZMQError):
+            self._socket.connect(self.endpoint)
 
     def receive(self, max_messages: int) -> list[Message]:
         """Messages that have arrived, without waiting."""

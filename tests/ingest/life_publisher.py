@@ -3,10 +3,12 @@
 from collections import deque
 from itertools import count, islice
 
-from kvplug import Router, RouterConfig, packed, protocol
+from kvplug import Rank, Router, RouterConfig, packed, protocol
+from kvplug.ingest import trust
 from kvplug.transports.base import Message
 from tests.ingest.publisher import TOPIC
 
+RANK = Rank("w")
 _lives = count(1)
 
 
@@ -122,3 +124,38 @@ def _stored(names, parent):
 def message_of(said, number=0):
     """Any message of the protocol, as a transport hands it over."""
     return Message(TOPIC, number, protocol.encode(said))
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def names(router):
+    return sorted(int(name) for name in router.index.engine_hashes_of(RANK))
+
+
+def answer(follower, publisher):
+    """The ask that is open, if any, is answered in full."""
+    request = follower.replay_request
+    assert request is not None
+    follower.replayed(publisher.answer(request.payload))
+    if follower.replay_request is request:
+        follower.replay_ended()
+
+
+def join(follower, publisher):
+    follower.receive([publisher.hello()])
+    answer(follower, publisher)
+    assert follower.trust is trust.EXACT
+
+
+def wait(follower, clock, seconds, publisher=None):
+    """Heartbeats go on, if there is a publisher."""
+    for _ in range(round(seconds)):
+        clock.now_s += 1.0
+        if publisher is not None:
+            follower.receive([publisher.hello()])
+        follower.tick()

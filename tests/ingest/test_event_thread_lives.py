@@ -69,6 +69,11 @@ def keys(tmp_path):
     return make
 
 
+def allow(folder, public):
+    with open(public) as file:
+        (folder / os.path.basename(public)).write_text(file.read())
+
+
 def names(router):
     with router._lock:  # an event may come meanwhile
         return sorted(int(name) for name in router.index.engine_hashes_of(RANK))
@@ -133,8 +138,7 @@ class TestKeys:
         folder = tmp_path / "clients"
         folder.mkdir()
         public, secret = keys("router")
-        with open(public) as file:
-            (folder / "router.key").write_text(file.read())
+        allow(folder, public)
         return folder, secret
 
     @pytest.fixture
@@ -156,6 +160,18 @@ class TestKeys:
         server.send(lambda p: p.store(1))
         await exact(follower, router, [1, 2, 3, 4, 5])
         assert server.authenticator.num_denied == 0
+
+    async def test_a_key_that_is_allowed_later_counts(
+        self, server, router, thread, engine, allowed, keys
+    ):
+        public, secret = keys("late")
+        follower = Follower(router, RANK)
+        client = ClientKeys.from_files(secret, engine[0])
+        thread(transports_with(client)).follow(follower, server.endpoint)
+        await until(lambda: server.authenticator.num_denied == 1, "it is refused")
+        allow(allowed[0], public)
+        await exact(follower, router, [1, 2, 3])
+        assert server.authenticator.num_denied < 6, "after pauses"
 
     async def test_others_neither_read_nor_ask(self, server, router, thread, engine, keys):
         other = ClientKeys.from_files(keys("other")[1], engine[0])

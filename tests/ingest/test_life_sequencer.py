@@ -2,16 +2,22 @@
 
 import pytest
 
-from kvplug import Rank, packed, protocol
+from kvplug import protocol
 from kvplug.ingest import trust
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import ReplaySettings
-from kvplug.ingest.trust import Trust
 from kvplug.transports.base import Message
-from tests.ingest.life_publisher import LifePublisher, TellableRouter, message_of
+from tests.ingest.life_publisher import (
+    RANK,
+    Clock,
+    LifePublisher,
+    TellableRouter,
+    answer,
+    join,
+    names,
+    wait,
+)
 from tests.ingest.publisher import message, stored
-
-RANK = Rank("w")
 
 
 @pytest.fixture
@@ -19,13 +25,6 @@ def router():
     router = TellableRouter()
     router.add_worker("w")
     return router
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture
@@ -44,34 +43,6 @@ def follower(router, clock):
 @pytest.fixture
 def publisher():
     return LifePublisher()
-
-
-def names(router):
-    return sorted(int(name) for name in router.index.engine_hashes_of(RANK))
-
-
-def answer(follower, publisher):
-    """The ask that is open, if any, is answered in full."""
-    request = follower.replay_request
-    assert request is not None
-    follower.replayed(publisher.answer(request.payload))
-    if follower.replay_request is request:
-        follower.replay_ended()
-
-
-def join(follower, publisher):
-    follower.receive([publisher.hello()])
-    answer(follower, publisher)
-    assert follower.trust is trust.EXACT
-
-
-def wait(follower, clock, seconds, publisher=None):
-    """Heartbeats go on, if there is a publisher."""
-    for _ in range(round(seconds)):
-        clock.now_s += 1.0
-        if publisher is not None:
-            follower.receive([publisher.hello()])
-        follower.tick()
 
 
 def test_a_newcomer_asks_for_everything(follower, router, publisher):
@@ -403,136 +374,3 @@ def test_a_reported_life_keeps_its_confidence(follower, router, publisher, monke
     join(follower, publisher)
     follower.on_disconnected()
     assert told[-2:] == [1.0, router.config.stale_confidence]
-
-
-class TestHostilePeers:
-    """Each is refused by name; what is credited is what the present life said."""
-
-    def answered(self, follower, *said):
-        follower.replayed([message_of(each) for each in said])
-
-    @pytest.fixture
-    def asked(self, follower, publisher):
-        publisher.store(2)
-        follower.receive([publisher.hello()])
-        return follower
-
-    def hello_of(self, publisher):
-        return protocol.decode(publisher.hello().payload)
-
-    def part(self, publisher, part=0, num_parts=2, following=None, said=None):
-        said = packed.encode([]) if said is None else said
-        following = publisher.next if following is None else following
-        return protocol.Resident(publisher.life, following, part, num_parts, said)
-
-    def refused(self, follower, reason):
-        assert follower.skipped == {reason: 1}
-        assert follower.replay_request is None
-        assert follower.trust.level is Trust.STALE
-
-    def test_a_part_out_of_order(self, asked, publisher):
-        self.answered(asked, self.hello_of(publisher), self.part(publisher, part=1))
-        self.refused(asked, "out_of_order")
-
-    def test_a_part_that_comes_twice(self, asked, publisher):
-        part = self.part(publisher)
-        self.answered(asked, self.hello_of(publisher), part, part)
-        self.refused(asked, "out_of_order")
-
-    def test_parts_of_two_sets(self, asked, publisher):
-        other = self.part(publisher, part=1, following=publisher.next + 1)
-        self.answered(asked, self.hello_of(publisher), self.part(publisher), other)
-        self.refused(asked, "out_of_order")
-
-    def test_more_parts_than_there_may_be(self, asked, publisher):
-        too_many = protocol.MAX_PARTS + 1
-        self.answered(asked, self.hello_of(publisher), self.part(publisher, num_parts=too_many))
-        self.refused(asked, "undecodable")
-
-    def test_an_end_without_parts(self, asked, publisher):
-        end = protocol.End(publisher.life, publisher.next)
-        self.answered(asked, self.hello_of(publisher), end)
-        self.refused(asked, "incomplete_answer")
-
-    def test_an_end_that_is_not_where_the_set_ends(self, asked, publisher):
-        end = protocol.End(publisher.life, publisher.next + 1)
-        part = self.part(publisher, num_parts=1)
-        self.answered(asked, self.hello_of(publisher), part, end)
-        self.refused(asked, "incomplete_answer")
-
-    def test_an_answer_without_a_hello(self, asked, publisher):
-        self.answered(asked, self.part(publisher))
-        self.refused(asked, "out_of_order")
-
-    def test_an_answer_of_another_life(self, asked):
-        self.answered(asked, self.hello_of(LifePublisher()))
-        self.refused(asked, "other_life")
-
-    def test_events_where_a_resident_set_is_due(self, asked, publisher):
-        said = protocol.Events(publisher.life, 0, 1.0, packed.encode([]))
-        self.answered(asked, self.hello_of(publisher), said)
-        self.refused(asked, "out_of_order")
-
-    def test_a_resident_set_of_too_many_bytes(self, asked, publisher, monkeypatch):
-        monkeypatch.setattr("kvplug.ingest.answer_order._MAX_BYTES", 10)
-        part = self.part(publisher, said=packed.encode([packed.PackedRemoved([1, 2])]))
-        self.answered(asked, self.hello_of(publisher), part)
-        self.refused(asked, "too_long")
-
-    def test_a_resident_set_that_takes_too_long(self, asked, publisher, clock, router):
-        self.answered(asked, self.hello_of(publisher))
-        request = asked.replay_request
-        for number in range(protocol.MAX_PARTS):
-            self.answered(asked, self.part(publisher, number, protocol.MAX_PARTS))
-            clock.now_s += 4.0
-            asked.receive([publisher.hello()])
-            asked.tick()
-            if asked.replay_request is not request:
-                break
-        assert clock.now_s < 100 + 120 + 5
-        assert asked.sequencer.num_failures == 1
-
-    def test_a_hello_that_promises_more_than_there_is(self, follower, router, publisher, clock):
-        join(follower, publisher)
-        follower.receive([publisher.store(2)])
-        lie = protocol.Hello(publisher.life, 2**64 - 1, 1.0, self.hello_of(publisher).about)
-        clock.now_s += 1
-        follower.receive([message_of(lie)])
-        for _ in range(3):
-            answer(follower, publisher)
-            clock.now_s += 1
-            follower.tick()
-        assert (follower.trust, names(router)) == (trust.BAD_ANSWERS, [])
-        wait(follower, clock, 32, publisher)
-        answer(follower, publisher)
-        assert (follower.trust, names(router)) == (trust.EXACT, [1, 2])
-
-    @pytest.mark.parametrize("kind", ["resident", "end", "ask"])
-    def test_what_does_not_belong_on_a_stream(self, follower, publisher, kind):
-        join(follower, publisher)
-        said = {
-            "resident": self.part(publisher),
-            "end": protocol.End(publisher.life, 0),
-            "ask": protocol.Ask(publisher.life, 0),
-        }[kind]
-        follower.receive([message_of(said)])
-        assert follower.skipped == {"out_of_order": 1}
-        assert follower.trust is trust.EXACT
-
-    def test_ever_new_lives_get_few_asks(self, follower, router, clock):
-        for _ in range(2000):
-            follower.receive([LifePublisher().hello()])
-            clock.now_s += 0.001
-        assert follower.sequencer.num_replays <= 11
-        assert len(follower.sequencer._past) == 8
-
-    def test_bytes_of_any_kind_change_nothing(self, follower, router, publisher):
-        join(follower, publisher)
-        follower.receive([publisher.store(2)])
-        bombs = [b"", b"\xff", b"\x91" * 100_000, b"\x98\xa6kvplug" + b"\x91" * 5000]
-        bombs += [b"\xdd\xff\xff\xff\xff" * 3, b"\x98\xa6kvplug\x01\x00\xc6\xff\xff\xff\xff"]
-        bombs += [publisher.hello().payload + bytes(2**21)]
-        follower.receive([Message(b"", 1, bomb) for bomb in bombs])
-        assert follower.skipped.keys() <= {"undecodable", "too_long", "unknown_kind"}
-        assert sum(follower.skipped.values()) == len(bombs)
-        assert (names(router), follower.trust) == ([1, 2], trust.EXACT)
