@@ -186,6 +186,10 @@ def _hash_space(engine: str, algorithm: object) -> str:
     return "-".join(str(each) for each in (engine, algorithm, seed) if each)
 
 
+def _sglang_tokenizer(at: _Path) -> str:
+    return _as(str, at("tokenizer_path")) or _as(str, at("model_path")) or ""
+
+
 def _sglang_url(at: _Path) -> str:
     host, port = _as(str, at("host")), _as(int, at("port"))
     return _url(host, port, bool(at("ssl_certfile"))) if host and port else ""
