@@ -99,9 +99,9 @@ class Life:
             self._about = structs.replace(self._about, **more)
 
     def hello(self) -> Numbered:
-        """A sign of life."""
+        """A sign of life, for all."""
         with self._lock:
-            return self._hello()
+            return self._hello_to_all()
 
     def begin_again(self, num_dropped: int) -> None:
         """Batches were lost: nobody knows what the engine holds, until its cache is empty."""
@@ -121,7 +121,7 @@ class Life:
             packed = [each for batch in batches for each in self._packed(batch)]
             self._resident.settle()
             self._note_resident()
-            hello = [] if self._about is self._said else [self._hello()]
+            hello = [] if self._about is self._said else [self._hello_to_all()]
             return hello + [self._events(part) for part in payloads_of(packed, MAX_PACKED_BYTES)]
 
     def answer(self, ask: Ask) -> Answer:
@@ -174,8 +174,16 @@ class Life:
             **more,
         )
 
-    def _hello(self) -> Numbered:
+    def _hello_to_all(self) -> Numbered:
+        hello = self._hello()
         self._said = self._about
+        return hello
+
+    def _hello(self) -> Numbered:
+        # A new reason is said at once, a higher count with the next hello.
+        defects = dict(sorted(self._resident.defects.items()))
+        if defects != self._about.defects:
+            self._about = structs.replace(self._about, defects=defects)
         hello = Hello(self._life, self._next, time.time(), self._about)
         return Numbered(self._next, protocol.encode(hello))
 

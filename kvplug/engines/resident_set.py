@@ -94,8 +94,8 @@ class ResidentSet:
 
     @property
     def said(self) -> tuple[object, ...]:
-        """What a hello says of it, as far as it may change; to be compared."""
-        return self.block_size, self.bigrams, self.groups.num_changes, *self.defects.items()
+        """What followers must know before the next events; to be compared."""
+        return self.block_size, self.bigrams, self.groups.num_changes, *self.defects
 
     def __len__(self) -> int:
         """How many blocks are held."""

@@ -186,6 +186,19 @@ def test_defects_are_named_until_the_cache_is_empty(client):
         assert client.receive_hello().about.defects == {}
 
 
+def test_a_known_defect_that_grows_is_no_hello_of_its_own(client):
+    orphans = batch(stored(5, 2, parent=99), stored(1))
+    with streaming() as stream:
+        client.join(stream.endpoint)
+        for _ in range(3):
+            stream.publish(orphans)
+            settle(stream)
+        assert client.receive_hello().about.defects == {"unknown_parent": 2}
+        messages = [client.receive() for _ in range(2)]
+        assert all(isinstance(each, Events) for each in messages)
+        assert client.ask(stream.answers_at)[0].about.defects == {"unknown_parent": 6}
+
+
 class Stalled:
     """A stream whose sender hangs in its first batch until it is let go."""
 
