@@ -128,6 +128,8 @@ class _Details(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _NO_DETAILS = _Details()
 _MAX_GROUP = 2**16
+_MAX_JOINED_BYTES = 2**18
+_VERSION_BYTE = bytes([VERSION])
 
 
 def encode(events: Iterable[PackedEvent]) -> bytes:
@@ -144,6 +146,34 @@ def kinds_of(payload: bytes) -> list[int]:
     """The kind of each event, -1 for what is none; DecodeError for what is no payload of ours."""
     # The first byte of an event says how many parts it has, the second one what it is.
     return [_kind_of(bytes(event)) for event in _items_of(payload, list[msgspec.Raw])[1:]]
+
+
+def joined(payloads: Sequence[bytes]) -> bytes | None:
+    """One payload with the events of all; None if one has a head that `encode` does not write, or
+    if that would be long.
+    """
+    if sum(map(len, payloads)) > _MAX_JOINED_BYTES:
+        return None
+    num_joined, bodies = 0, []
+    for payload in payloads:
+        num_items, start = _head_of(payload)
+        if num_items < 1:
+            return None
+        num_joined += num_items - 1
+        bodies.append(payload[start:])
+    return b"".join((b"\xdd", (num_joined + 1).to_bytes(4, "big"), _VERSION_BYTE, *bodies))
+
+
+def _head_of(payload: bytes) -> tuple[int, int]:
+    """(items of the array, position behind the version); 0, 0 for another head."""
+    first, width = payload[:1], 0
+    if b"\x91" <= first <= b"\x9f":
+        num_items = first[0] & 0xF
+    else:
+        width = {b"\xdc": 2, b"\xdd": 4}.get(first, 0)
+        num_items = int.from_bytes(payload[1 : 1 + width], "big")
+    start = 1 + width
+    return (num_items, start + 1) if payload[start : start + 1] == _VERSION_BYTE else (0, 0)
 
 
 def decode(payload: bytes) -> list[PackedEvent]:

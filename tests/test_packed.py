@@ -82,6 +82,20 @@ def test_what_is_no_payload_is_rejected(payload, says):
         packed.decode(payload)
 
 
+@given(st.lists(st.lists(events, max_size=20), max_size=4))
+def test_payloads_are_joined_in_order(some):
+    whole = packed.joined([packed.encode(each) for each in some])
+    assert list(map(as_lists, packed.decode(whole))) == [as_lists(e) for each in some for e in each]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [b"", b"\x90", b"\x91", b"\x91\x01", b"\x91\xcc\x02", b"\xdc\x00", b"\x81\x02", bytes(2**18)],
+)
+def test_what_has_another_head_is_not_joined(odd):
+    assert packed.joined([packed.encode([]), odd]) is None
+
+
 def test_details_that_are_not_known_are_passed_over():
     details = {"group": 3, "colour": "blue"}
     payload = msgspec.msgpack.encode([2, [0, 0, None, 7, b"", b"", details]])

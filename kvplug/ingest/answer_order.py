@@ -9,8 +9,10 @@ is in the request (kvplug/ingest/replay.py).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+from kvplug.ingest.replay import Request
 from kvplug.protocol import (
     MAX_PACKED_BYTES,
     MAX_PARTS,
@@ -89,3 +91,11 @@ class AnswerOrder:
     def _of_end(self, said: End) -> str | None:
         is_complete = self._num_parts == self._num_expected and said.next == self._next
         return None if is_complete else INCOMPLETE
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AskRequest(Request):
+    """A publisher is asked. hello_next: what it had said it would answer up to, at least."""
+
+    order: AnswerOrder
+    hello_next: int
