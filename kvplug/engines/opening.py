@@ -27,9 +27,9 @@ def open_publisher(
     """Publish from now on. An engine's batch is read as it would be off the stock wire, so both
     wires mean the same.
     """
+    config = without_open_socket(config, variables.keys, logger)
     if variables.wire == "vllm":
         return Publisher(config, about.dp_rank, encode, logger, keys=variables.keys)
-    config = without_open_socket(config, variables.keys, logger)
     return EventStream(
         config,
         about,

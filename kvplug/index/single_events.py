@@ -259,7 +259,7 @@ class SingleEvents:
         engine_hashes, hashes = engine_hashes[is_mine], hashes[is_mine]
         num_dropped = sum(self._drop_all(rank, holder, engine_hashes) for holder in holders)
         self._capacity_guard.evicted_hashes.remember(engine_hashes)
-        self._annotations.on_removed(self._blocks(rank, engine_hashes, hashes))
+        self._annotations.erase_gone()
         return num_dropped
 
     def _drop_all(self, rank: Rank, holder: int, engine_hashes: U64) -> int:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from kvplug.ingest import trust
 from kvplug.ingest.answer_order import INCOMPLETE, OUT_OF_ORDER, AnswerOrder, AskRequest
 from kvplug.ingest.introduction import defect_of, has_other_blocks, summary_of
-from kvplug.ingest.message_log import Effect, PendingMessages
+from kvplug.ingest.message_log import Effect, LifeSink, PendingMessages
 from kvplug.ingest.replay import ReplaySchedule, ReplaySettings
 from kvplug.ingest.trust import TrustState
 from kvplug.packed import joined
@@ -52,22 +52,9 @@ from kvplug.transports.base import Message
 logger = logging.getLogger(__name__)
 
 _NUM_PAST_LIVES: Final = 8
-_MISSED_HEARTBEATS: Final = 3
+_SILENCE_S: Final = 3 * HEARTBEAT_S
 # A publisher with ever new lives or gaps gets no more asks than that.
 _ASK_EVERY_S: Final = 0.2
-
-
-class LifeSink(Protocol):
-    """Where packed events go, and what a publisher says of its engine."""
-
-    def apply_packed(self, packed: bytes, sent_at: float) -> Effect | None:
-        """Apply what was sent at this time (0: not known); None if there is nothing to say."""
-
-    def introduce(self, about: WorkerHello) -> str | None:
-        """Take what it says; returns why its events are of no use, if they are not."""
-
-    def clear(self) -> None:
-        """Forget all that the publisher said."""
 
 
 class LifeSequencer:
@@ -105,7 +92,7 @@ class LifeSequencer:
         self._hello_next = self._num_tries = 0
         self._heard_at_s = self._began_s = self._next_ask_s = clock()
         self._said_at_s = 0.0  # by the publisher's clock
-        # Whether a hello of this life was heard; all before `next` is known; live events wait.
+        # A hello of this life was heard; all before `next` is known; live events wait.
         self._is_introduced = self._is_complete = self._is_waiting = False
         self._refusal: str | None = None  # of all events, for what the hello says
         self._unreadable: str | None = None  # what came last
@@ -194,11 +181,10 @@ class LifeSequencer:
         return said.number == next_ and said.life == self.life and self._is_flowing
 
     def _receive_one(self, said: ProtocolMessage | None, message: Message) -> None:
-        if isinstance(said, Events):
-            if self._follows(said, self.next):
-                self._apply(said)
-            else:
-                self._receive_odd(said, message)
+        if isinstance(said, Events) and self._follows(said, self.next):
+            self._apply(said)
+        elif isinstance(said, Events):
+            self._receive_odd(said, message)
         elif isinstance(said, Hello):
             self._hear(said)
         elif said is not None:
@@ -211,7 +197,7 @@ class LifeSequencer:
 
     @property
     def _is_overdue(self) -> bool:
-        return self._clock() - self._heard_at_s > _MISSED_HEARTBEATS * HEARTBEAT_S
+        return self._clock() - self._heard_at_s > _SILENCE_S
 
     def _read(self, payload: bytes) -> ProtocolMessage | None:
         try:
@@ -413,8 +399,8 @@ class LifeSequencer:
         return self.can_replay or self._answers_at() is not None
 
     def _may_ask(self) -> bool:
-        is_due = self._clock() >= self._next_ask_s
-        return self._can_ask() and self._schedule.may_ask and is_due and self.request is None
+        is_due = self._clock() >= self._next_ask_s and self.request is None
+        return is_due and self._can_ask() and self._schedule.may_ask
 
     def _answers_at(self) -> str | None:
         if self.about is None or not self._is_introduced or not self.can_ask_publisher:

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import xxhash
 
 from kvplug.index.apply_result import RejectReason
+from kvplug.protocol import WorkerHello
 from kvplug.transports.base import Message
 
 _REPAIRABLE: Final = frozenset({RejectReason.UNKNOWN_PARENT.value, "undecodable"})
@@ -141,6 +142,19 @@ class Sink(Protocol):
 
     def apply(self, payloads: list[bytes]) -> Effect:
         """Apply them in order."""
+
+    def clear(self) -> None:
+        """Forget all that the publisher said."""
+
+
+class LifeSink(Protocol):
+    """Where packed events go, and what a publisher says of its engine."""
+
+    def apply_packed(self, packed: bytes, sent_at: float) -> Effect | None:
+        """Apply what was sent at this time (0: not known); None if there is nothing to say."""
+
+    def introduce(self, about: WorkerHello) -> str | None:
+        """Take what it says; returns why its events are of no use, if they are not."""
 
     def clear(self) -> None:
         """Forget all that the publisher said."""

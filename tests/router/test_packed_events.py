@@ -176,6 +176,15 @@ def test_an_adapter_is_known_by_its_seed():
     assert len(router.index) == 0
 
 
+def test_an_adapter_is_forgotten_in_pools_too():
+    router = make_router()
+    said = [PackedAdapter(99, "lora"), stored(seed=99, moe=MoeLabel(1, 2)), pooled(1, 2)]
+    router.apply_packed(A, encode(said))
+    assert router.forget_adapter("a", "lora") == 4
+    router.index.check()
+    assert depths(router)["a"] == 0
+
+
 def test_nothing_is_done_of_a_payload_that_is_none():
     router = make_router()
     whole = encode([stored(), pooled(1), PackedAdapter(9, "lora"), PackedCleared()])
