@@ -148,20 +148,23 @@ def kinds_of(payload: bytes) -> list[int]:
     return [_kind_of(bytes(event)) for event in _items_of(payload, list[msgspec.Raw])[1:]]
 
 
-def joined(payloads: Sequence[bytes]) -> bytes | None:
-    """One payload with the events of all; None if one has a head that `encode` does not write, or
-    if that would be long.
+def joined(payloads: Sequence[bytes]) -> tuple[bytes, int]:
+    """One payload with the events of the first ones, and of how many payloads: at least one, and no
+    more when it would be long, or when one has a head that `encode` does not write.
     """
-    if sum(map(len, payloads)) > _MAX_JOINED_BYTES:
-        return None
-    num_joined, bodies = 0, []
+    num_events = num_bytes = 0
+    bodies: list[bytes] = []
     for payload in payloads:
         num_items, start = _head_of(payload)
-        if num_items < 1:
-            return None
-        num_joined += num_items - 1
+        num_bytes += len(payload)
+        if num_items < 1 or (bodies and num_bytes > _MAX_JOINED_BYTES):
+            break
+        num_events += num_items - 1
         bodies.append(payload[start:])
-    return b"".join((b"\xdd", (num_joined + 1).to_bytes(4, "big"), _VERSION_BYTE, *bodies))
+    if len(bodies) < 2:
+        return payloads[0], 1
+    head = b"\xdd" + (num_events + 1).to_bytes(4, "big") + _VERSION_BYTE
+    return b"".join((head, *bodies)), len(bodies)
 
 
 def _head_of(payload: bytes) -> tuple[int, int]:

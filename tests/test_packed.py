@@ -82,9 +82,10 @@ def test_what_is_no_payload_is_rejected(payload, says):
         packed.decode(payload)
 
 
-@given(st.lists(st.lists(events, max_size=20), max_size=4))
+@given(st.lists(st.lists(events, max_size=20), min_size=1, max_size=4))
 def test_payloads_are_joined_in_order(some):
-    whole = packed.joined([packed.encode(each) for each in some])
+    whole, num_joined = packed.joined([packed.encode(each) for each in some])
+    assert num_joined == len(some)
     assert list(map(as_lists, packed.decode(whole))) == [as_lists(e) for each in some for e in each]
 
 
@@ -93,7 +94,17 @@ def test_payloads_are_joined_in_order(some):
     [b"", b"\x90", b"\x91", b"\x91\x01", b"\x91\xcc\x02", b"\xdc\x00", b"\x81\x02", bytes(2**18)],
 )
 def test_what_has_another_head_is_not_joined(odd):
-    assert packed.joined([packed.encode([]), odd]) is None
+    plain = packed.encode([])
+    assert packed.joined([odd, plain, plain]) == (odd, 1)
+    whole, num_joined = packed.joined([plain, plain, odd, plain])
+    assert (packed.decode(whole), num_joined) == ([], 2)
+
+
+def test_what_is_joined_has_a_limit():
+    long = packed.encode([packed.PackedRemoved(range(10_000))])
+    whole, num_joined = packed.joined([long] * 9)
+    assert num_joined == 3
+    assert len(whole) < 2**18
 
 
 def test_details_that_are_not_known_are_passed_over():

@@ -125,11 +125,10 @@ class CacheGroups:
 
     def num_held(self, rank_number: int) -> int:
         """Number of distinct blocks on the device, of the group that has the most."""
-        held = [
-            self._block_store.num_held(holder)
-            for holder in self._numbers.holders(rank_number, Tier.DEVICE)
-        ]
-        return max(held, default=0)
+        if rank_number not in self._of_rank:
+            return self._block_store.num_held(self._numbers.holder(rank_number, Tier.DEVICE))
+        holders = self._numbers.holders(rank_number, Tier.DEVICE)
+        return max(map(self._block_store.num_held, holders), default=0)
 
     def set_recomputed(self, rank_number: int, num_blocks: int) -> None:
         """The engine computes so many of the last blocks that match anew, as vLLM does with EAGLE

@@ -25,7 +25,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
+
+from msgspec import structs
 
 from kvplug.ingest import trust
 from kvplug.ingest.answer_order import INCOMPLETE, OUT_OF_ORDER, AnswerOrder, AskRequest
@@ -453,12 +456,12 @@ class LifeSequencer:
 
     def _apply_run(self, run: list[Events]) -> None:
         """Events in a row, in one call if that is possible: it costs as much as 100 blocks."""
-        whole = joined([said.packed for said in run]) if len(run) > 1 else None
-        if whole is not None:
-            self._apply(Events(run[-1].life, run[-1].number, run[-1].sent_at, whole))
-            return
-        for said in run:
-            self._apply(said)
+        at = 0
+        while at < len(run):
+            whole, num_joined = joined([said.packed for said in islice(run, at, None)])
+            last = run[at + num_joined - 1]
+            self._apply(last if num_joined == 1 else structs.replace(last, packed=whole))
+            at += num_joined
 
     def _apply(self, said: Events) -> None:
         effect = self._sink.apply_packed(said.packed, said.sent_at)
