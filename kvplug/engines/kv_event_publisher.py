@@ -27,6 +27,7 @@ from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.publisher import Publisher
 from kvplug.engines.settings import PublisherConfig, WireName, without_open_socket
+from kvplug.engines.stock_pools import StockPools
 from kvplug.errors import ConfigError
 from kvplug.events import (
     MAX_BLOCK_SIZE,
@@ -44,7 +45,7 @@ from kvplug.events import (
     Tier,
 )
 from kvplug.protocol import WorkerHello
-from kvplug.wire import POOLED_MEDIA, TIERS, Stored, to_wire
+from kvplug.wire import TIERS, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +286,8 @@ def _open(
     wire: WireName, config: PublisherConfig, hello: WorkerHello, keys: ServerKeys | None
 ) -> EventStream | Publisher:
     if wire == "vllm":
-        return Publisher(config, hello.dp_rank, _stock_bytes, logger, keys=keys, must_bind=True)
+        encode = _StockEncoder()
+        return Publisher(config, hello.dp_rank, encode, logger, keys=keys, must_bind=True)
     if wire != "kvplug":
         raise ConfigError(f'wire must be "kvplug" or "vllm", got {wire!r}')
     config = without_open_socket(config, keys, logger)
@@ -304,17 +306,15 @@ def _hello(block_size: int, dp_rank: int, about: AboutWorker) -> WorkerHello:
     return hello
 
 
-def _stock_bytes(batch: EventBatch) -> bytes:
-    """In the stock format, a copy in a CXL pool has no other name than its medium."""
-    wires = [to_wire(event) for event in batch.events]
-    pooled = [wire for wire in wires if isinstance(wire, Stored) and _is_pooled(wire.cxl_metadata)]
-    for wire in pooled:
-        [wire.medium] = POOLED_MEDIA
-    return msgspec.msgpack.encode((batch.ts, wires, batch.dp_rank))
+class _StockEncoder:
+    """Batches as vLLM's own decoder reads them."""
 
+    def __init__(self) -> None:
+        self._pools = StockPools(tells_device=False)
 
-def _is_pooled(said: CxlMetadata | None) -> bool:
-    return said is not None and said.state is CxlState.CXL_POOLED
+    def __call__(self, batch: EventBatch) -> bytes:
+        events = self._pools.on_wire([to_wire(event) for event in batch.events])
+        return msgspec.msgpack.encode((batch.ts, events, batch.dp_rank))
 
 
 def _block_size(size: object) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type
 import msgspec
 
 from kvplug.engines.about_engine import about_vllm, note_address
+from kvplug.engines.connector_events import with_labels
 from kvplug.engines.opening import open_publisher
 from kvplug.engines.settings import (
     PublisherConfig,
@@ -25,6 +26,7 @@ from kvplug.engines.settings import (
     set_log_level,
     warn,
 )
+from kvplug.engines.stock_pools import StockPools
 from kvplug.protocol import WorkerHello
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class VllmPublisher:
         self._pack = msgspec.msgpack.Encoder()
         about = about or WorkerHello(dp_rank=data_parallel_rank)
         variables = variables or read_variables()
+        self._stock_pools = StockPools(tells_device=True) if variables.wire == "vllm" else None
         self.publisher = open_publisher(config, about, self._encode, logger, variables)
 
     def publish(self, events: EventBatch) -> None:
@@ -127,4 +130,7 @@ class VllmPublisher:
     def _encode(self, batch: EventBatch) -> bytes:
         if batch.data_parallel_rank is None:
             batch.data_parallel_rank = self._data_parallel_rank
+        batch.events = with_labels(batch.events)
+        if self._stock_pools is not None:
+            batch.events = self._stock_pools.on_wire(batch.events)
         return self._pack.encode(batch)

@@ -14,6 +14,7 @@ from tests.engines.engine_pool import Recipe
 from tests.engines.engine_start import START_PLUGIN
 from tests.plugins.stock_client import wait_until
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_on_lines.py")
 NUM_BLOCKS = 48
 
@@ -32,7 +33,9 @@ def line_engine(name, *, has_adapter=False, **more):
 class LineEngine:
     """`ask` it, and let a router `follow` it."""
 
-    def __init__(self, name, python, model_dir, *, hash_seed="0", lora=None, wire="vllm", **llm):
+    def __init__(
+        self, name, python, model_dir, *, hash_seed="0", lora=None, wire="vllm", env=(), **llm
+    ):
         [self.port] = free_ports(1)
         self.name, self._lora = name, lora
         settings = {
@@ -44,8 +47,9 @@ class LineEngine:
         }
         self._command = [str(python), str(SCRIPT), json.dumps(settings)]
         plugin = [ensure_plugin(python)] if wire == "kvplug" else []
-        path = os.pathsep.join(map(str, (*plugin, START_PLUGIN)))
-        self._env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        path = os.pathsep.join(map(str, (*plugin, START_PLUGIN, ROOT)))
+        mine = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        self._env = {**os.environ, **mine, **dict(env)}
         self.last, self.blocks_of, self.offloaded = -1, {}, set()
 
     def start(self):

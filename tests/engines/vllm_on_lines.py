@@ -108,9 +108,10 @@ class Engine:
         return LoRARequest(name, number, str(path), load_inplace=path != before)
 
     def offloaded(self):
-        if self.scheduler.connector is None:
+        side = getattr(self.scheduler.connector, "connector_scheduler", None)
+        if side is None:
             return []
-        chunks = self.scheduler.connector.connector_scheduler.manager._policy.chunks
+        chunks = side.manager._policy.chunks
         return [
             (get_offload_group_idx(key), maybe_convert_block_hash(get_offload_block_hash(key)))
             for key, chunk in chunks.items()

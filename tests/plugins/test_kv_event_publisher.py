@@ -7,7 +7,7 @@ import pytest
 
 from kvplug import KvEventPublisher, codec
 from kvplug.errors import ConfigError, TransportError
-from kvplug.events import CxlMetadata, CxlState, CxlStateTransition, MoeLabel, Tier
+from kvplug.events import BlockRemoved, CxlMetadata, CxlState, MoeLabel, Tier
 from kvplug.hashing import BlockHasher
 from kvplug.index.cxl import CxlBlocks
 from tests.plugins.stock_client import StockClient, wait_until
@@ -93,7 +93,7 @@ def test_on_the_stock_wire_a_pool_is_a_medium(client):
     stock.close()
     assert batches[0].pooled_media == ("CXL",)
     assert batches[0].events[0].tier is Tier.HOST
-    assert isinstance(batches[1].events[0], CxlStateTransition)
+    assert batches[1].events == (BlockRemoved(block_hashes=(1,), tier=Tier.HOST),)
 
 
 def test_ids_rise_whoever_asks_for_them(client):
