@@ -16,6 +16,11 @@ os.environ.setdefault("DYN_LOG", "error")
 from dynamo._core import SelectionService
 
 
+def say(answer):
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 async def main(port, block_size):
     service = SelectionService(indexer_threads=1)
     await service.upsert_worker(
@@ -31,11 +36,11 @@ async def main(port, block_size):
             "kv_events_endpoints": {0: f"tcp://127.0.0.1:{port}"},
         }
     )
-    print(json.dumps("follows"), flush=True)
+    say("follows")
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = {"model_name": "m", "token_ids": json.loads(line)}
         answer = await service.overlap_scores(asked)
-        print(json.dumps([each["device_blocks"] for each in answer["workers"]]), flush=True)
+        say([each["device_blocks"] for each in answer["workers"]])
     os._exit(0)  # its threads would go on
 
 

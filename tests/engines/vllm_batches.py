@@ -15,4 +15,4 @@ for line in sys.stdin:
     events = [
         {"kind": type(each).__name__, **msgspec.structs.asdict(each)} for each in batch.events
     ]
-    print(json.dumps({"rank": batch.data_parallel_rank, "events": events}))
+    sys.stdout.write(json.dumps({"rank": batch.data_parallel_rank, "events": events}) + "\n")
