@@ -128,7 +128,8 @@ class _Details(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _NO_DETAILS = _Details()
 _MAX_GROUP = 2**16
-_MAX_JOINED_BYTES = 2**18
+_MAX_JOINED_BYTES, _MAX_JOINED_EVENTS = 2**18, 2**12  # as messages have them
+_MAX_WORKERS = 1024  # that can read a pool
 _VERSION_BYTE = bytes([VERSION])
 
 
@@ -140,6 +141,11 @@ def encode(events: Iterable[PackedEvent]) -> bytes:
 def num_events(payload: bytes) -> int:
     """How many events a payload has, sound or not; DecodeError for what is no payload of ours."""
     return len(_items_of(payload, list[msgspec.Raw])) - 1
+
+
+def num_claimed(payload: bytes) -> int:
+    """How many events the head of a payload claims; -1 for a head that `encode` does not write."""
+    return _head_of(payload)[0] - 1
 
 
 def kinds_of(payload: bytes) -> list[int]:
@@ -157,7 +163,8 @@ def joined(payloads: Sequence[bytes]) -> tuple[bytes, int]:
     for payload in payloads:
         num_items, start = _head_of(payload)
         num_bytes += len(payload)
-        if num_items < 1 or (bodies and num_bytes > _MAX_JOINED_BYTES):
+        is_full = num_bytes > _MAX_JOINED_BYTES or num_events + num_items > _MAX_JOINED_EVENTS
+        if num_items < 1 or (bodies and is_full):
             break
         num_events += num_items - 1
         bodies.append(payload[start:])
@@ -271,7 +278,7 @@ def _copied(tier: int, names: bytes, details: dict[str, object]) -> PackedCopied
 
 
 def _transition(state: str, pool_id: object, workers: object, names: bytes) -> PackedTransition:
-    said = CxlMetadata(CxlState(state), *msgspec.convert((pool_id, workers), _Place))
+    said = _as_place(CxlMetadata(CxlState(state), *msgspec.convert((pool_id, workers), _Place)))
     return PackedTransition(_as_numbers(names), said.state, said.pool_id, said.accessible_workers)
 
 
@@ -290,7 +297,16 @@ _RARE: Final[dict[object, Callable[..., PackedEvent]]] = {
 def _as_details(details: dict[str, object]) -> _Details:
     said = msgspec.convert(details, _Details)
     _as_group(said.group)
+    if said.cxl is not None:
+        _as_place(said.cxl)
     return said
+
+
+def _as_place(place: CxlMetadata) -> CxlMetadata:
+    if len(place.accessible_workers or ()) > _MAX_WORKERS:
+        got = len(place.accessible_workers or ())
+        raise ValueError(f"expected at most {_MAX_WORKERS} workers that read a pool, got {got}")
+    return place
 
 
 def _as_group(group: int) -> int:

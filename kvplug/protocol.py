@@ -45,10 +45,14 @@ MAX_MESSAGE_BYTES: Final = 2**20
 MAX_PACKED_BYTES: Final = 2**18
 """Of the events of one message, and of one part of a resident set."""
 
+MAX_EVENTS: Final = 2**12
+"""Of one message: those that are not plain are applied one by one."""
+
 MAX_PARTS: Final = 2**12
 """Of a resident set: 64 million blocks."""
 
 _U64: Final = 2**64
+_MAX_NUMBER: Final = 2**63
 _OURS: Final = msgspec.msgpack.encode(MAGIC)
 
 
@@ -207,7 +211,8 @@ def decode(payload: bytes) -> ProtocolMessage:
     try:
         if payload.startswith(_EVENTS):  # one decoder: most messages are of this kind
             events = _decode_events(payload)
-            if events.life >= 0 and events.number >= 0:  # msgpack has nothing beyond 64 bits
+            # msgpack has nothing beyond 64 bits.
+            if events.life >= 0 and 0 <= events.number < _MAX_NUMBER:
                 return Events(events.life, events.number, events.sent_at, events.packed)
         head = _decode_head(payload)
         if head.magic != MAGIC:
@@ -242,14 +247,14 @@ def _required_kind(kind: object) -> str:
 
 
 def _require_numbers(message: ProtocolMessage) -> None:
-    """Lives and numbers are u64; parts are counted."""
+    """Lives are u64, numbers leave room for the next one; parts are counted."""
     number = message.number if isinstance(message, Events) else message.next
-    is_sound = 0 <= message.life < _U64 and 0 <= number < _U64
+    is_sound = 0 <= message.life < _U64 and 0 <= number < _MAX_NUMBER
     if isinstance(message, Resident):
         is_sound &= 0 <= message.part < message.num_parts <= MAX_PARTS
     if not is_sound:
         raise ProtocolError(
             "undecodable",
-            "cannot read a message of the stream: expected lives and numbers in "
-            f"[0, 2**64) and at most {MAX_PARTS} parts",
+            "cannot read a message of the stream: expected a life in [0, 2**64), a number in "
+            f"[0, 2**63) and at most {MAX_PARTS} parts",
         )

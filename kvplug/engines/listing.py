@@ -49,6 +49,7 @@ from kvplug.packed import (
     U64Like,
     as_array,
 )
+from kvplug.protocol import MAX_EVENTS
 
 MAX_BLOCKS: Final = 4096
 """Of one event: 64 KiB of hashes."""
@@ -67,11 +68,12 @@ def packed_parts(listing: Listing, max_bytes: int) -> Iterator[bytes]:
 
 
 def payloads_of(packed: Iterable[Packed], max_bytes: int) -> Iterator[bytes]:
-    """Events put together until they are `max_bytes`."""
+    """Events put together until they are `max_bytes`, or MAX_EVENTS of them."""
     events: list[object] = [VERSION]
     num_bytes = 0
     for length, event in packed:
-        if num_bytes and num_bytes + length > max_bytes:
+        is_full = num_bytes + length > max_bytes or len(events) > MAX_EVENTS
+        if num_bytes and is_full:
             yield msgspec.msgpack.encode(events)
             events, num_bytes = [VERSION], 0
         events.append(event)

@@ -33,6 +33,9 @@ from kvplug.packed import PackedStored
 
 I64 = npt.NDArray[np.int64]
 
+MAX_GROUPS = 64
+"""Of one rank besides the main one: models have a dozen at most."""
+
 Stored = BlockStored | BlockCopied | PackedStored
 _ALL = 2**40  # more blocks than a prefix has
 
@@ -97,7 +100,7 @@ class CacheGroups:
     def holder_to_store(self, rank_number: int, event: Stored) -> int | None:
         """The holder of the blocks that an event brings; None: in a tier that is not followed.
 
-        That is host memory and disk for all groups but the main one.
+        That is host memory and disk for all groups but the main one, and groups beyond MAX_GROUPS.
         """
         kind = GroupKind(event.attention, event.sliding_window)
         groups = self._of_rank.get(rank_number)
@@ -109,7 +112,8 @@ class CacheGroups:
             kind = groups.others[event.group].kind  # a copy need not say it
         if self._is_main(rank_number, groups, event.group, kind):
             return self._numbers.holder(rank_number, event.tier)
-        if event.tier is not Tier.DEVICE:
+        is_new = event.group not in groups.others
+        if event.tier is not Tier.DEVICE or (is_new and len(groups.others) >= MAX_GROUPS):
             return None
         return self._holder(rank_number, groups, event.group, kind)
 

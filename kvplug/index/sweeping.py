@@ -89,8 +89,9 @@ class Clearing(Sweep):
     ) -> None:
         super().__init__(block_store)
         self._slots, self._members = hash_space
-        # A number that no set has room for yet is in none.
-        holders = [holder for holder in holders if holder < 64 * block_store.sets.words]
+        # Those that have nothing cost no sweep; a number that no set has room for is in none.
+        num_numbers, num_held = 64 * block_store.sets.words, block_store.num_held
+        holders = [each for each in holders if each < num_numbers and num_held(each)]
         self._holders: I64 = np.array(holders, dtype=np.int64)
         self._counts: I64 = np.zeros(2, dtype=np.int64)
         self.is_done = not holders

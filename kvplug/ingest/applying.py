@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from msgspec import structs
 
@@ -22,7 +23,8 @@ from kvplug.hidden_states import HiddenStates
 from kvplug.index.apply_result import ApplyResult, RejectReason
 from kvplug.ingest.introduction import HASH_SCHEME_REASON, OTHER_RANK, introduce
 from kvplug.ingest.message_log import Effect
-from kvplug.protocol import WorkerHello
+from kvplug.packed import num_claimed
+from kvplug.protocol import MAX_EVENTS, WorkerHello
 from kvplug.records import Records, read_payloads
 from kvplug.router.core import Router
 
@@ -43,6 +45,9 @@ _UNUSABLE = {
     RejectReason.CHUNKED_OFFLOAD.value,
     OTHER_RANK,
 }
+
+TOO_MANY_EVENTS: Final = "too_many_events"
+"""A message has more events than any publisher of ours puts into one."""
 
 _FIX = {
     RejectReason.BLOCK_SIZE.value: "start the router with the engine's --block-size",
@@ -120,11 +125,15 @@ class Applier:
         None if there is nothing to say of it.
         """
         rank = self._packed_rank
+        num_events = num_claimed(packed)
+        if num_events > MAX_EVENTS:
+            return self._refuse_packed(TOO_MANY_EVENTS, f"expected {MAX_EVENTS}, got {num_events};")
+        if num_events < 0:
+            return self._refuse_packed("undecodable", "expected packed events;")
         try:
             applied = self._router.apply_packed(rank, packed, ts=sent_at)
         except DecodeError as error:
-            self._skip("undecodable", 1, str(error))
-            return Effect(defects=Counter(undecodable=1))
+            return self._refuse_packed("undecodable", str(error))
         if applied.is_plain and rank in self.ranks:
             self.num_stored += applied.num_stored
             self.num_removed += applied.num_removed
@@ -132,6 +141,10 @@ class Applier:
         effect = Effect()
         self._count(rank, applied, effect)
         return effect
+
+    def _refuse_packed(self, reason: str, detail: str) -> Effect:
+        self._skip(reason, 1, detail)
+        return Effect(defects=Counter({reason: 1}))
 
     def introduce(self, about: WorkerHello) -> str | None:
         """Take what a publisher of ours says of its engine; returns why its events are of no use,

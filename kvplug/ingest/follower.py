@@ -93,6 +93,7 @@ class Follower:
         self._router, self._evidence = router, evidence
         self._contradiction: TrustState | None = None
         self._has_started_over = False
+        self._joined_as = router.joined_as(rank)
         self._skips = SkipCounter(rank)
         self._applier = Applier(router, rank, engine_rank, self._skips.add)
         self._clock, self._settings = clock, settings
@@ -229,6 +230,10 @@ class Follower:
             return  # no change, but damage
         name = "kvplug's own" if are_ours else "a stock"
         logger.info("%s: its publisher speaks %s wire", self.rank, name)
+        self._start_anew(are_ours=are_ours)
+
+    def _start_anew(self, *, are_ours: bool) -> None:
+        """Nothing is known any more."""
         former, self.sequencer = self.sequencer, self._sequencer_of(is_ours=are_ours)
         for counter in _COUNTERS:
             setattr(self.sequencer, counter, getattr(former, counter))
@@ -264,10 +269,19 @@ class Follower:
 
     def tick(self) -> None:
         """Time has passed; call it every second or so."""
+        self._look_whether_it_rejoined()
         self._look_for_contradictions()
         self.sequencer.tick()
         self._note_trust()
         if self.trust.level is Trust.STALE and self._evidence is not None:
+            self._tell_router()
+
+    def _look_whether_it_rejoined(self) -> None:
+        """A worker that has left the fleet and is back has nothing in the index."""
+        joined_as = self._router.joined_as(self.rank)
+        if joined_as not in (0, self._joined_as):
+            self._joined_as = joined_as
+            self._start_anew(are_ours=self.speaks_ours)
             self._tell_router()
 
     def _look_for_contradictions(self) -> None:

@@ -57,10 +57,13 @@ def _set_blocks(router: Router, rank: Rank, about: WorkerHello) -> bool:
 
 
 def has_other_blocks(former: WorkerHello | None, about: WorkerHello) -> bool:
-    """Whether what is known of the former blocks is of no use any more."""
-    if former is None or former.block_size is None:
+    """Whether what is known of the former blocks is of no use any more, or is another rank's."""
+    if former is None:
         return False
-    return (former.block_size, former.bigrams) != (about.block_size, about.bigrams)
+    is_other_rank = former.dp_rank != about.dp_rank
+    is_known = former.block_size is not None
+    is_other_kind = (former.block_size, former.bigrams) != (about.block_size, about.bigrams)
+    return is_other_rank or (is_known and is_other_kind)
 
 
 def defect_of(about: WorkerHello) -> str | None:

@@ -230,15 +230,15 @@ class LifeSequencer:
     def _learn(self, about: WorkerHello) -> None:
         """What a hello, live or in an answer, says that is news."""
         former = self.about if self._is_introduced else None
-        if about == former:
+        if about == former and self._refusal is None:  # what was in the way may have passed
             return
         self.about, self._is_introduced = about, True
         needs_all = self._refusal is not None or has_other_blocks(former, about)
         if needs_all:
             self._drop_blocks()
-        self._refusal = self._sink.introduce(about)
+        before, self._refusal = self._refusal, self._sink.introduce(about)
         if self._refusal is not None:
-            self._skip(self._refusal, 1, summary_of(about))
+            self._skip(self._refusal, int(self._refusal != before), summary_of(about))
             self._stop_waiting()
             self._drop_blocks()
         elif needs_all:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from kvplug.hashing import Hashes
 from kvplug.kernels import active_blocks
 from kvplug.router.decider import Decider
-from kvplug.router.fleet_index import FleetIndex, IndexGroup
+from kvplug.router.fleet_index import FleetIndex
+from kvplug.router.index_group import IndexGroup
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.prompt import NO_TOKENS, Prompt
 

@@ -27,8 +27,9 @@ from kvplug.kernels.candidates import least_loaded
 from kvplug.router.config import RouterConfig
 from kvplug.router.constraints import Constraints
 from kvplug.router.first_tokens import UnreportedFirstTokens
-from kvplug.router.fleet_index import FleetIndex, IndexGroup
+from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.group_arrays import Adjustment, GroupArrays
+from kvplug.router.index_group import IndexGroup
 from kvplug.router.load import ActiveLoad, ActiveRequest
 from kvplug.router.moe import aligned_blocks
 from kvplug.router.options import NO_OPTIONS, RequestOptions

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.kernels import costing
 from kvplug.router.engine_model import Decoding, EngineModel, FleetFit, Work
-from kvplug.router.fleet_index import FleetIndex, IndexGroup
+from kvplug.router.fleet_index import FleetIndex
+from kvplug.router.index_group import IndexGroup
 from kvplug.router.load import ActiveLoad, ActiveRequest
 
 F64 = npt.NDArray[np.float64]

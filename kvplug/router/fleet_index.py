@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,67 +39,13 @@ from kvplug.index.packed_run import PackedRun
 from kvplug.index.prefix_query import TierCredits
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
+from kvplug.router.index_group import Blocks, IndexGroup
 from kvplug.setting import shown, whole
 
 I64 = npt.NDArray[np.int64]
 
 NOMINAL_BLOCK_SIZE = 16
 """Used to count the load of workers whose block size is not known yet."""
-
-
-class Blocks(NamedTuple):
-    """Tokens per block, and whether an engine keys blocks by pairs of tokens (SGLang, EAGLE)."""
-
-    size: int
-    bigrams: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class IndexGroup:
-    """The index of one model, block size and kind of block (plain, or by pairs of tokens).
-
-    model: "" until a worker in it names one. fleet_numbers[n]: the fleet's number of the index's
-    rank n, -1 if there is none; None if both numberings are the same.
-    """
-
-    model: str
-    block_size: int
-    index: BlockIndex
-    fleet_numbers: I64 | None = None
-
-    @property
-    def blocks(self) -> Blocks:
-        """What its blocks are."""
-        return Blocks(self.block_size, self.index.bigrams)
-
-    @property
-    def numbers(self) -> I64:
-        """The fleet's numbers of its ranks."""
-        if self.fleet_numbers is None:
-            return np.arange(len(self.index.numbers.ranks))
-        return self.fleet_numbers[self.fleet_numbers >= 0]
-
-    def require_hashed(self, num_hashes: int, num_tokens: int) -> None:
-        """ConfigError for hashes that cannot be those of a prompt of so many tokens."""
-        hasher, size = self.index.hasher, f"{self.block_size} tokens"
-        num_full = hasher.num_blocks(num_tokens)
-        if not len(self.index):  # before the first block, its size may be a guess
-            num_full, size = num_tokens, "a token or more"
-        if num_hashes > num_full:
-            raise ConfigError(
-                f"cannot look up {num_hashes} hashes: expected at most {num_full}, the full blocks "
-                f"of {size} in {num_tokens} tokens"
-            )
-
-    def index_ranks(self, num_ranks: int) -> I64:
-        """int64[num_ranks]: the index's number of each rank of the fleet, 0 for those elsewhere."""
-        numbers: I64 = np.zeros(num_ranks, dtype=np.int64)
-        if self.fleet_numbers is None:
-            numbers[:] = np.arange(num_ranks)
-        else:
-            here = np.flatnonzero(self.fleet_numbers >= 0)
-            numbers[self.fleet_numbers[here]] = here
-        return numbers
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +60,7 @@ class _Member:
     taints: frozenset[str] = frozenset()
     cxl_pools: frozenset[int] = frozenset()
     ranks: list[Rank] = field(default_factory=list)
+    joined_as: int = 0
     holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
 
 
@@ -144,6 +90,7 @@ class FleetIndex:
         self._confidence: dict[Rank, float] = {}
         self._num_recomputed: dict[Rank, int] = {}
         self._group_of_number: list[int] = []
+        self._num_joins = 0
         self._open("", Blocks(block_size or NOMINAL_BLOCK_SIZE))
 
     @property
@@ -167,6 +114,7 @@ class FleetIndex:
             size = block_size or self.block_size
             group = self._group_for(model, None if size is None else Blocks(size))
             member = self._members[worker] = _Member(model, block_size, group)
+            self._note_joined(member)
         if block_size not in (None, member.group.block_size):
             self._clear_all(member)  # what it holds is of another size
         member.model, member.block_size = model or member.model, block_size or member.block_size
@@ -382,6 +330,13 @@ class FleetIndex:
         member = self._members.get(rank.worker)
         return self.groups[0] if member is None else member.group
 
+    def joined_as(self, worker: str) -> int:
+        """Another number each time that a worker comes, or gets another block size and loses its
+        blocks; 0 while it is not in the fleet.
+        """
+        member = self._members.get(worker)
+        return 0 if member is None else member.joined_as
+
     def _add_rank(self, member: _Member, rank: Rank) -> None:
         member.ranks.append(rank)
         self.numbers.add(rank)
@@ -397,6 +352,11 @@ class FleetIndex:
         for rank in member.ranks:
             member.group.index.clear(rank)
         member.holding.clear()
+        self._note_joined(member)
+
+    def _note_joined(self, member: _Member) -> None:
+        self._num_joins += 1
+        member.joined_as = self._num_joins
 
     def _place(self, member: _Member, stored: Blocks | None) -> None:
         """Move a worker that holds nothing to the group where it belongs now."""

@@ -40,7 +40,8 @@ from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decider
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
-from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, Blocks, FleetIndex
+from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
+from kvplug.router.index_group import Blocks
 from kvplug.router.load import ActiveLoad
 from kvplug.router.observer import (
     Arrival,
@@ -214,7 +215,7 @@ class FollowedFleet:
         return applied
 
     def set_blocks(self, rank: Rank, block_size: int, *, bigrams: bool = False) -> bool:
-        """The packed events of the rank are of such blocks (kvplug/router/fleet_index.py, Blocks).
+        """The packed events of the rank are of such blocks (kvplug/router/index_group.py, Blocks).
 
         False, and nothing done, if its worker was added with another block size, or holds other
         blocks. ConfigError for what is no block size.
@@ -235,6 +236,12 @@ class FollowedFleet:
         with self._lock.low_priority:
             self.fleet_index.numbers.number_of(Rank(worker))
             self.fleet_index.set_cxl_pools(worker, checked)
+
+    def joined_as(self, rank: Rank) -> int:
+        """Another number each time that the rank joins the fleet with nothing, 0 while it is not
+        in it: for whoever applies events, as all of them are needed again then.
+        """
+        return self.fleet_index.joined_as(rank.worker)
 
     def require_events(self, rank: Rank) -> None:
         """ConfigError in the approximate mode, which goes by its own decisions alone, and for a

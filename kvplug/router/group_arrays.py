@@ -15,7 +15,7 @@ from kvplug.index.prefix_query import PrefixQuery
 from kvplug.kernels import costing, matching, scoring
 from kvplug.kernels.bundle import Bundle
 from kvplug.router.config import RouterConfig
-from kvplug.router.fleet_index import IndexGroup
+from kvplug.router.index_group import IndexGroup
 from kvplug.router.load import ActiveLoad
 
 I64 = npt.NDArray[np.int64]

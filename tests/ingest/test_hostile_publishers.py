@@ -5,7 +5,9 @@ import tracemalloc
 
 import pytest
 
-from kvplug import packed, protocol
+from kvplug import Rank, packed, protocol
+from kvplug.events import CxlState
+from kvplug.index import sweeping
 from kvplug.ingest import trust
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
@@ -151,7 +153,7 @@ def test_a_resident_set_that_takes_too_long(asked, publisher, clock, router):
 def test_a_hello_that_promises_more_than_there_is(follower, router, publisher, clock):
     join(follower, publisher)
     follower.receive([publisher.store(2)])
-    lie = protocol.Hello(publisher.life, 2**64 - 1, 1.0, hello_of(publisher).about)
+    lie = protocol.Hello(publisher.life, 2**63 - 1, 1.0, hello_of(publisher).about)
     clock.now_s += 1
     follower.receive([message_of(lie)])
     for _ in range(3):
@@ -223,3 +225,54 @@ def test_bytes_of_any_kind_change_nothing(follower, router, publisher):
     assert follower.skipped.keys() <= {"undecodable", "too_long", "unknown_kind"}
     assert sum(follower.skipped.values()) == len(bombs)
     assert (names(router), follower.trust) == ([1, 2], trust.EXACT)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [packed.PackedCleared(), packed.PackedCopied([]), packed.PackedRemoved([])],
+    ids=["clears", "copies", "removals"],
+)
+def test_a_message_has_a_limit_of_events(follower, publisher, said):
+    join(follower, publisher)
+    follower.receive([publisher.publish(*[said] * (protocol.MAX_EVENTS + 1))])
+    assert follower.skipped["too_many_events"] == 1
+    assert follower.trust == trust.unusable("too_many_events")
+
+
+def test_events_under_another_head_are_not_counted_but_refused(follower, publisher):
+    join(follower, publisher)
+    many = packed.encode([packed.PackedCleared()] * 9000)
+    follower.receive([publisher.publish(many[:3] + b"\xcc" + many[3:])])
+    assert follower.skipped["undecodable"] == 1
+
+
+def test_a_rank_has_a_limit_of_groups(router, follower, publisher):
+    join(follower, publisher)
+    stored = [packed.PackedStored([n], [n], group=n, attention="mamba") for n in range(1, 200)]
+    follower.receive([publisher.publish(*stored)])
+    assert follower.skipped["group_tier"] == 199 - 64
+    router.index.check()
+
+
+def test_a_pool_has_a_limit_of_readers(follower, publisher):
+    join(follower, publisher)
+    workers = tuple(map(str, range(2000)))
+    follower.receive(
+        [publisher.publish(packed.PackedTransition([1], CxlState.CXL_POOLED, 1, workers))]
+    )
+    assert follower.skipped["undecodable"] == 1
+
+
+def test_clears_of_nothing_cost_little(router, follower, publisher):
+    """However many blocks others hold."""
+    router.add_worker("other")
+    blocks = range(1, 50_000)
+    router.apply_packed(Rank("other"), packed.encode([packed.PackedStored(blocks, blocks)]))
+    join(follower, publisher)
+    sweeps = []
+    kernel = sweeping.kernels.cut_holders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeping.kernels, "cut_holders", lambda *a: (sweeps.append(1), kernel(*a))[1])
+        follower.receive([publisher.publish(*[packed.PackedCleared()] * 4000)])
+    assert follower.trust is trust.EXACT
+    assert sweeps == []
