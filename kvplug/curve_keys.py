@@ -18,7 +18,9 @@ import logging
 import re
 import select
 import socket
+import stat
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,8 @@ _MAX_FILE_BYTES: Final = 2**16
 _VALUE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"\n]*)"', re.MULTILINE)
 _STOP_TIMEOUT_S: Final = 5.0
 _NUM_LOGGED: Final = 10
+# A file that changed so recently may change again without a new time: clocks of filesystems tick.
+_TICK_NS: Final = 2 * 10**9
 
 _Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -60,12 +64,13 @@ class ServerKeys:
     def from_files(cls, secret_key_file: Path, clients: Path | None = None) -> ServerKeys:
         """Read the secret key, and look at the folder of the allowed clients' `.key` files.
 
-        ConfigError if one of them cannot be read, or is no key, or shows a secret to others.
+        ConfigError if the secret cannot be read, or is no key, or is shown to others, and if there
+        is no such folder. A file in the folder that is no key allows nobody.
         """
         public, secret = _secret_key(Path(secret_key_file))
         if clients is not None:
             clients = Path(clients)
-            _allowed_in(clients)
+            _require_folder(clients)
         return cls(public, secret, clients)
 
     def protect(self, server: zmq.Socket[bytes]) -> None:
@@ -112,16 +117,15 @@ class ClientKeys:
 class Authenticator:
     """start before sockets are bound, stop after they are closed; is_alive, num_denied.
 
-    The folder of allowed keys is read again when a file is added to it or removed; a client that is
+    A key file that is added, changed or removed counts from the next client on; a client that is
     connected stays so. zmq.auth's own thread neither counts whom it refuses nor reads keys again.
     """
 
     def __init__(self, context: _Context, clients: Path | None) -> None:
         """`clients`: None allows every key."""
         self.num_denied = 0
-        self._context, self._clients = context, clients
-        self._allowed: frozenset[bytes] = frozenset()
-        self._read_at_ns = -1
+        self._context = context
+        self._clients = None if clients is None else _AllowedKeys(clients)
         self._thread = threading.Thread(target=self._run, name="kvplug-curve", daemon=True)
 
     @property
@@ -131,7 +135,8 @@ class Authenticator:
 
     def start(self) -> None:
         """Answer from now on; once. ConfigError if the context has an authenticator already."""
-        self._refresh()
+        if self._clients is not None:
+            self._clients.refresh()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -166,12 +171,14 @@ class Authenticator:
             self._wake_write.close()
 
     def _answer_until_woken(self) -> None:
-        filenos = [self._socket.fileno(), self._wake_read.fileno()]
+        poll, wake = select.poll(), self._wake_read.fileno()  # select ends at descriptor 1023
+        poll.register(self._socket.fileno(), select.POLLIN)
+        poll.register(wake, select.POLLIN)
         while True:
             with suppress(zmq.Again):
                 while True:
                     self._answer(self._socket.recv_multipart(zmq.NOBLOCK))
-            if filenos[1] in select.select(filenos, [], [])[0]:
+            if wake in dict(poll.poll()):
                 return
 
     def _answer(self, frames: list[bytes]) -> None:
@@ -189,45 +196,100 @@ class Authenticator:
         if self._clients is None:
             return True
         try:
-            self._refresh()
-        except ConfigError as error:  # those that were allowed stay so
+            self._clients.refresh()
+        except ConfigError as error:  # without its folder, nobody is allowed
             logger.warning("%s", error)
-        return credentials[0] in self._allowed
-
-    def _refresh(self) -> None:
-        if self._clients is None:
-            return
-        changed_at_ns = _changed_at_ns(self._clients)
-        if changed_at_ns != self._read_at_ns:
-            self._read_at_ns = changed_at_ns
-            self._allowed = _allowed_in(self._clients)
+        return credentials[0] in self._clients.keys
 
     def _note_denied(self, address: bytes) -> None:
         self.num_denied += 1
         if self.num_denied <= _NUM_LOGGED:
             at = address[:40].decode(errors="backslashreplace")
             logger.warning(
-                "a client at %s is refused: its public key is not in %s", at, self._clients
+                "a client at %s is refused: expected a public key in %s",
+                at,
+                None if self._clients is None else self._clients.folder,
             )
 
 
-def _allowed_in(folder: Path) -> frozenset[bytes]:
-    """The public keys of all `.key` files."""
-    _changed_at_ns(folder)
-    keys = frozenset(z85.decode(_public_key(path)) for path in sorted(folder.glob("*.key")))
-    if not keys:
-        logger.warning("no client is allowed: %s has no .key files", folder)
-    return keys
+_Stamp = tuple[int, ...]
 
 
-def _changed_at_ns(folder: Path) -> int:
+class _AllowedKeys:
+    """The public keys in the `.key` files of a folder. refresh; read `keys`.
+
+    A file that cannot be used allows nobody, is named once, and leaves the others as they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keys: frozenset[bytes] = frozenset()
+        self._known: dict[Path, tuple[_Stamp, bytes]] = {}  # files that are read, and unchanged
+        self._named: set[Path] = set()
+        self._is_empty_named = False
+
+    def refresh(self) -> None:
+        """Read what is new or has changed. ConfigError, and no keys, if there is no folder."""
+        former, self.keys, self._known = self._known, frozenset(), {}
+        paths = _key_files(self.folder)
+        self._named &= set(paths)
+        self.keys = frozenset(
+            key for path in paths if (key := self._key_in(path, former.get(path))) is not None
+        )
+        if not paths and not self._is_empty_named:
+            logger.warning("no client is allowed: %s has no .key files", self.folder)
+        self._is_empty_named = not paths
+
+    def _key_in(self, path: Path, former: tuple[_Stamp, bytes] | None) -> bytes | None:
+        try:
+            stamp = _stamp_of(path)
+            if former is not None and former[0] == stamp:
+                key = former[1]
+            else:
+                key = z85.decode(_public_key(path))
+        except ConfigError as error:
+            if path not in self._named:
+                logger.warning("%s; it allows nobody", error)
+            self._named.add(path)
+            return None
+        self._named.discard(path)
+        if max(stamp[:2]) < time.time_ns() - _TICK_NS:
+            self._known[path] = stamp, key
+        return key
+
+
+def _stamp_of(path: Path) -> _Stamp:
+    """What differs when a file has changed: its times first. ConfigError for what is no file."""
+    expected = "a certificate of zmq.auth.create_certificates"
+    try:
+        seen = path.stat()
+    except OSError as error:
+        raise _no_key(path, expected, error.strerror or type(error).__name__) from error
+    if not stat.S_ISREG(seen.st_mode):  # a pipe would never end
+        raise _no_key(path, expected, "no regular file")
+    return seen.st_mtime_ns, seen.st_ctime_ns, seen.st_size, seen.st_ino
+
+
+def _key_files(folder: Path) -> list[Path]:
+    _require_folder(folder)
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".key"))
+    except OSError as error:
+        raise _no_folder(folder, error.strerror or type(error).__name__) from error
+
+
+def _require_folder(folder: Path) -> None:
     try:
         if folder.is_dir():
-            return folder.stat().st_mtime_ns
+            return
         seen = "a file" if folder.exists() else "nothing there"
     except OSError as error:
         seen = error.strerror or type(error).__name__
-    raise ConfigError(
+    raise _no_folder(folder, seen)
+
+
+def _no_folder(folder: Path, seen: str) -> ConfigError:
+    return ConfigError(
         f"cannot read the keys of allowed clients: expected a folder of .key files at {folder}, "
         f"got: {seen}"
     )

@@ -1,10 +1,15 @@
 """Keys from files, and who gets through: over real sockets."""
 
+import logging
 import os
+import resource
+import shutil
+import time
 
 import pytest
 import zmq
 from zmq.auth import create_certificates
+from zmq.utils import z85
 
 from kvplug.curve_keys import ClientKeys, ServerKeys
 from kvplug.errors import ConfigError
@@ -104,6 +109,121 @@ async def test_a_key_that_is_added_later_counts(rig, server, keys, allowed):
     allow(allowed, late[0])
     rig.client(endpoint, ClientKeys.from_files(late[1], server[0]))
     await until(rig.gets_through, "it comes through")
+
+
+async def test_descriptors_beyond_1023_are_answered(rig, server, keys, allowed):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip(f"at most {hard} descriptors are allowed here")
+    good = keys("good")
+    allow(allowed, good[0])
+    opened = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    try:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+        while opened[-1] < 1024:
+            opened.append(os.dup(opened[0]))
+        rig.authenticator.start()
+        endpoint = rig.bind()
+        rig.client(endpoint, ClientKeys.from_files(good[1], server[0]))
+        await until(rig.gets_through, "it comes through")
+        assert rig.authenticator.is_alive
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def old(path):
+    """As if it had been written a minute ago: its content may be remembered."""
+    os.utime(path, (time.time() - 60,) * 2)
+
+
+@pytest.fixture
+def clients(server, allowed):
+    clients = Allowed(server, allowed)
+    yield clients
+    clients.context.destroy()
+
+
+class Allowed:
+    """Whether an authenticator allows keys, asked directly."""
+
+    def __init__(self, server, folder):
+        self.context = zmq.Context()
+        self.authenticator = ServerKeys.from_files(server[1], folder).authenticator(self.context)
+
+    def __contains__(self, key):
+        public = ClientKeys.from_files(key[1], key[0]).public
+        return self.authenticator._allows([z85.decode(public)])
+
+
+def test_a_junk_file_does_not_keep_a_removed_key_allowed(clients, keys, allowed, caplog):
+    good, gone = keys("good"), keys("gone")
+    for key in (good, gone):
+        allow(allowed, key[0])
+    assert good in clients
+    assert gone in clients
+    (allowed / "junk.key").write_text("junk")
+    (allowed / "gone.key").unlink()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert gone not in clients
+            assert good in clients
+    [named] = caplog.records
+    assert "junk.key" in named.getMessage()
+
+
+def test_a_file_that_is_written_after_it_was_created_counts(clients, keys, allowed):
+    late = keys("late")
+    (allowed / "late.key").write_text("")
+    assert late not in clients
+    allow(allowed, late[0])
+    assert late in clients
+
+
+@pytest.mark.parametrize("was_read_long_ago", [False, True])
+def test_a_key_that_is_replaced_in_its_file_is_refused_at_once(
+    clients, keys, allowed, monkeypatch, was_read_long_ago
+):
+    former, present = keys("former"), keys("present")
+    file = allowed / "router.key"
+    shutil.copyfile(former[0], file)
+    if was_read_long_ago:
+        monkeypatch.setattr("kvplug.curve_keys._TICK_NS", 0)
+        old(file)
+    assert former in clients
+    shutil.copyfile(present[0], file)
+    assert former not in clients
+    assert present in clients
+
+
+def test_an_unchanged_file_is_read_once(clients, keys, allowed, monkeypatch):
+    good = keys("good")
+    allow(allowed, good[0])
+    monkeypatch.setattr("kvplug.curve_keys._TICK_NS", 0)
+    assert good in clients
+    with monkeypatch.context() as patched:
+        patched.setattr("kvplug.curve_keys._certificate", lambda path: pytest.fail(f"read {path}"))
+        clients.authenticator._clients.refresh()
+    assert good in clients
+
+
+def test_without_its_folder_nobody_is_allowed(clients, keys, allowed):
+    good = keys("good")
+    allow(allowed, good[0])
+    assert good in clients
+    allowed.rename(allowed.parent / "elsewhere")
+    assert good not in clients
+
+
+def test_what_is_no_file_allows_nobody(clients, keys, allowed):
+    good = keys("good")
+    allow(allowed, good[0])
+    os.mkfifo(allowed / "pipe.key")
+    (allowed / "folder.key").mkdir()
+    (allowed / "lost.key").symlink_to(allowed / "nowhere")
+    assert good in clients
 
 
 async def test_without_an_authenticator_nobody_gets_through(rig, server, keys, allowed):
