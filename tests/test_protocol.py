@@ -25,7 +25,7 @@ from kvplug.protocol import (
     is_ours,
 )
 
-u64 = st.integers(0, 2**64 - 1)
+u64, numbers = st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 times = st.floats(0, 2**40)
 parts = st.integers(1, MAX_PARTS).flatmap(lambda n: st.tuples(st.integers(0, n - 1), st.just(n)))
 abouts = st.builds(
@@ -40,14 +40,14 @@ abouts = st.builds(
     hides_states=st.booleans(),
 )
 messages = st.one_of(
-    st.builds(Hello, u64, u64, times, abouts),
-    st.builds(Events, u64, u64, times, st.binary(max_size=99)),
+    st.builds(Hello, u64, numbers, times, abouts),
+    st.builds(Events, u64, numbers, times, st.binary(max_size=99)),
     st.builds(
         lambda life, next_, place, packed: Resident(life, next_, *place, packed),
-        u64, u64, parts, st.binary(max_size=99),
+        u64, numbers, parts, st.binary(max_size=99),
     ),
-    st.builds(End, u64, u64),
-    st.builds(Ask, u64, u64),
+    st.builds(End, u64, numbers),
+    st.builds(Ask, u64, numbers),
 )  # fmt: skip
 
 
@@ -87,6 +87,8 @@ EVENTS = [*HEAD, "events", 1, 2, 3.0, b""]
         (EVENTS[:-1], "undecodable"),
         ([*HEAD, "events", -1, 2, 3.0, b""], "undecodable"),
         ([*HEAD, "events", 1, -2, 3.0, b""], "undecodable"),
+        ([*HEAD, "events", 1, 2**63, 3.0, b""], "undecodable"),
+        ([*HEAD, "hello", 1, 2**63, 3.0, {}], "undecodable"),
         ([*HEAD, "events", 1, 2, 3.0, "text"], "undecodable"),
         ([*HEAD, "resident", 1, 2, 3, 3, b""], "undecodable"),
         ([*HEAD, "resident", 1, 2, 0, MAX_PARTS + 1, b""], "undecodable"),
