@@ -2,6 +2,7 @@
 invariant true.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -172,5 +173,5 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(stateful_step_count=30)
 TestRecordedIndexMachine = RecordedIndexMachine.TestCase
 TestRecordedIndexMachine.settings = settings(stateful_step_count=30)
-TestPackedIndexMachine = PackedIndexMachine.TestCase
+TestPackedIndexMachine = pytest.mark.slow(PackedIndexMachine.TestCase)
 TestPackedIndexMachine.settings = settings(stateful_step_count=30)

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -279,5 +280,5 @@ class PackedGroupedIndexMachine(AppliesPacked, GroupedIndexMachine):
 
 TestGroupedIndexMachine = GroupedIndexMachine.TestCase
 TestGroupedIndexMachine.settings = settings(stateful_step_count=30)
-TestPackedGroupedIndexMachine = PackedGroupedIndexMachine.TestCase
+TestPackedGroupedIndexMachine = pytest.mark.slow(PackedGroupedIndexMachine.TestCase)
 TestPackedGroupedIndexMachine.settings = settings(stateful_step_count=30)

@@ -1,5 +1,6 @@
 """As test_block_index_machine.py, with so few blocks that states and labels meet at every step."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
@@ -99,5 +100,5 @@ TestPooledIndexMachine = PooledIndexMachine.TestCase
 TestPooledIndexMachine.settings = settings(stateful_step_count=30)
 TestRecordedPooledIndexMachine = RecordedPooledIndexMachine.TestCase
 TestRecordedPooledIndexMachine.settings = settings(stateful_step_count=30)
-TestPackedPooledIndexMachine = PackedPooledIndexMachine.TestCase
+TestPackedPooledIndexMachine = pytest.mark.slow(PackedPooledIndexMachine.TestCase)
 TestPackedPooledIndexMachine.settings = settings(stateful_step_count=30)
