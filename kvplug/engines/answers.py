@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -33,8 +33,11 @@ MAX_CLIENTS: Final = 4
 MAX_WAITING: Final = 256
 
 _MAX_REQUEST_BYTES: Final = 1024  # an ask has 40; the handshake of CURVE needs 400
-_NUM_UNSENT: Final = 4  # messages on their way to one client
-_RETRY_MS: Final = 10
+# Messages on their way to one client: with the largest ones 4 MB. When all clients have as many as
+# they take, the pause is short at first, as most read on at once.
+_NUM_UNSENT: Final = 16
+_SHORTEST_RETRY_MS: Final = 1
+_LONGEST_RETRY_MS: Final = 16
 # Between two resident sets, at least; and so many times what the last one took.
 _SHORTEST_PAUSE_S: Final = 0.1
 _PAUSE_RATIO: Final = 4.0
@@ -51,7 +54,9 @@ class _Sending:
 
 
 class AnswerServer:
-    """start, stop; read num_answers, num_resident_sets, num_abandoned and num_malformed."""
+    """start, stop, or close if it never started; read num_answers, num_resident_sets,
+    num_abandoned, num_malformed, and failures by cause.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,8 @@ class AnswerServer:
         logger: logging.Logger,
     ) -> None:
         self.num_answers = self.num_resident_sets = self.num_abandoned = self.num_malformed = 0
+        self._num_sent = 0
+        self.failures: Counter[str] = Counter()
         self._life, self._topic, self._logger = life, topic, logger
         self._router = socket
         self._router.setsockopt(zmq.LINGER, 0)
@@ -73,7 +80,7 @@ class AnswerServer:
         self._waiting: dict[bytes, Ask] = {}
         self._sending: deque[_Sending] = deque()
         self._parts: tuple[tuple[int, int], list[bytes]] = (0, 0), []
-        self._not_before, self._wake = 0.0, Wake()
+        self._retry_ms, self._not_before, self._wake = _SHORTEST_RETRY_MS, 0.0, Wake()
         self._thread = threading.Thread(target=self._run, name="kvplug-answers", daemon=True)
 
     @property
@@ -91,6 +98,11 @@ class AnswerServer:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def close(self) -> None:
+        """What was never started is not stopped."""
+        self._wake.close()
+        self._router.close()
+
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -98,19 +110,24 @@ class AnswerServer:
         with self._router, self._wake:
             while not self._wake.has_ended:
                 ready = dict(poller.poll(self._timeout_ms()))
-                self.binding.attempt()
                 try:
+                    self.binding.attempt()
                     if self._router in ready:
                         self._receive()
                     self._begin_answers()
                     self._send_some()
-                except Exception as error:  # the next ask may be fine
-                    self._logger.warning("kvplug: an answer failed: %s", error, exc_info=error)
-                    self._sending.clear()
+                except Exception as error:  # noqa: BLE001  # the next ask may be fine
+                    self._count_failure(error)
+
+    def _count_failure(self, error: Exception) -> None:
+        cause = type(error).__name__
+        self.failures[cause] += 1
+        if self.failures[cause] == 1:
+            self._logger.warning("kvplug: an answer failed: %s: %s", cause, error, exc_info=error)
 
     def _timeout_ms(self) -> int | None:
         if self._sending:
-            return _RETRY_MS
+            return self._retry_ms
         pauses = [self.binding.pause_s]
         if self._waiting:
             pauses.append(max(self._not_before - time.monotonic(), 0.0))
@@ -136,9 +153,16 @@ class AnswerServer:
                 return
             if self._life.has(ask) or self._may_list():
                 del self._waiting[client]
-                frames = self._frames(self._life.answer(ask))
-                deadline = time.monotonic() + UNREAD_LIMIT_S
-                self._sending.append(_Sending(client, frames, next(frames), deadline))
+                self._begin_answer(client, ask)
+
+    def _begin_answer(self, client: bytes, ask: Ask) -> None:
+        try:
+            frames = self._frames(self._life.answer(ask))
+        except Exception as error:  # noqa: BLE001  # others may get theirs; this one asks again
+            self._count_failure(error)
+        else:
+            deadline = time.monotonic() + UNREAD_LIMIT_S
+            self._sending.append(_Sending(client, frames, next(frames), deadline))
 
     def _may_list(self) -> bool:
         return self._life.position == self._parts[0] or time.monotonic() >= self._not_before
@@ -161,24 +185,31 @@ class AnswerServer:
         position = answer.life, answer.next
         if position != self._parts[0]:
             started = time.monotonic()
-            self._parts = position, parts_of(answer)
+            try:
+                self._parts = position, parts_of(answer)
+            finally:
+                ended = time.monotonic()
+                pause = max(_SHORTEST_PAUSE_S, _PAUSE_RATIO * (ended - started))
+                self._not_before = ended + pause
             self.num_resident_sets += 1
-            ended = time.monotonic()
-            pause = max(_SHORTEST_PAUSE_S, _PAUSE_RATIO * (ended - started))
-            self._not_before = ended + pause
         return self._parts[1]
 
     def _send_some(self) -> None:
+        before = self._num_sent
         for _ in range(len(self._sending)):
             answer = self._sending.popleft()
             if self._goes_on(answer):
                 self._sending.append(answer)
+        has_sent = self._num_sent != before
+        longer = min(2 * self._retry_ms, _LONGEST_RETRY_MS)
+        self._retry_ms = _SHORTEST_RETRY_MS if has_sent else longer
 
     def _goes_on(self, answer: _Sending) -> bool:
         """Send as much as the client takes now; False when it is done or gone."""
         try:
             while True:
                 self._router.send_multipart((answer.client, b"", *answer.unsent), zmq.NOBLOCK)
+                self._num_sent += 1
                 answer.deadline = time.monotonic() + UNREAD_LIMIT_S
                 answer.unsent = next(answer.frames)
         except StopIteration:

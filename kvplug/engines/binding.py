@@ -66,12 +66,11 @@ def answers_beside(endpoint: str) -> str:
     return f"tcp://{address.rpartition(':')[0]}:0"
 
 
-def bind_or_raise(binding: Binding, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Bind now; TransportError, and no context any more, if the address is taken."""
+def bind_or_raise(binding: Binding) -> None:
+    """Bind now; TransportError if the address is taken."""
     try:
         binding.bind()
     except zmq.ZMQError as error:
-        context.destroy(linger=0)
         raise TransportError(
             f"cannot publish events at {binding.endpoint!r}: expected a free endpoint like "
             f"tcp://127.0.0.1:5557, got: {error}"

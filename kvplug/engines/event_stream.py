@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Final
 
 import zmq
@@ -68,8 +69,10 @@ class EventStream:
         self._stopping, self._is_asleep, self._num_dropped_before = False, False, 0
         self._next_hello = time.monotonic()
         self.life = Life(about)
-        self._open(config, about.dp_rank, keys)
-        self._bind(must_bind)
+        with ExitStack() as undo:
+            self._open(config, about.dp_rank, keys, undo)
+            self._bind(must_bind)
+            undo.pop_all()
         self._start()
 
     @property
@@ -112,16 +115,20 @@ class EventStream:
         if answers_ended and not self._sender.is_alive():
             self._context.term()
 
-    def _open(self, config: PublisherConfig, dp_rank: int, keys: ServerKeys | None) -> None:
+    def _open(
+        self, config: PublisherConfig, dp_rank: int, keys: ServerKeys | None, undo: ExitStack
+    ) -> None:
         endpoint, ask_endpoint = config.of_rank(dp_rank)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._wake = Wake()
+        undo.callback(self._context.destroy, linger=0)
+        self._wake = undo.enter_context(Wake())
         self._authenticator = None
         self._socket = self._context.socket(zmq.XPUB)
         router = self._context.socket(zmq.ROUTER)
         if keys is not None:
             self._authenticator = keys.authenticator(self._context)
             self._authenticator.start()
+            undo.callback(self._authenticator.stop)
             for each in (self._socket, router):
                 keys.protect(each)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -130,11 +137,12 @@ class EventStream:
         self._binding = Binding(self._socket, endpoint, "stream of KV events", self._logger)
         ask_endpoint = ask_endpoint or answers_beside(endpoint)
         self._answers = AnswerServer(router, ask_endpoint, self.life, self._topic, self._logger)
+        undo.callback(self._answers.close)
 
     def _bind(self, must_bind: bool) -> None:
         for binding in (self._binding, self._answers.binding):
             if must_bind:
-                bind_or_raise(binding, self._context)
+                bind_or_raise(binding)
             else:
                 binding.attempt()
         self._tell_where()
@@ -200,8 +208,15 @@ class EventStream:
         if self.num_dropped != self._num_dropped_before and not self._stopping:
             self._begin_again()
         elif self._queue:
-            for message in self.life.apply(self._taken()):
+            for message in self._told():
                 self._send(message)
+
+    def _told(self) -> list[Numbered]:
+        try:
+            return self.life.apply(self._taken())
+        except Exception as error:  # noqa: BLE001  # a new life has begun
+            self._count_failure(error)
+            return [self.life.hello()]
 
     def _taken(self) -> Iterator[EventBatch]:
         for _ in range(min(len(self._queue), _MAX_BATCHES)):

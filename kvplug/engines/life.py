@@ -45,6 +45,7 @@ from kvplug.protocol import (
 )
 
 QUEUE_FULL: Final = "queue_full"
+BAD_VALUE: Final = "bad_value"
 HISTORY_BYTES: Final = 2**24
 """Of the last events, for followers that missed a few."""
 
@@ -106,23 +107,35 @@ class Life:
     def begin_again(self, num_dropped: int) -> None:
         """Batches were lost: nobody knows what the engine holds, until its cache is empty."""
         with self._lock:
-            self._resident.forget()
-            self._resident.defects[QUEUE_FULL] += num_dropped
-            if self._hidden is not None:
-                self._hidden.forget()
-            self._note_resident()
-            self._begin()
+            self._lose(QUEUE_FULL, num_dropped)
+
+    def _lose(self, reason: str, num_lost: int) -> None:
+        self._resident.forget()
+        self._resident.defects[reason] += num_lost
+        if self._hidden is not None:
+            self._hidden.forget()
+        self._note_resident()
+        self._begin()
 
     def apply(self, batches: Iterable[EventBatch]) -> list[Numbered]:
         """Remember what an engine said; the messages that tell it, a hello before them if what is
         said of the engine has changed.
+
+        After any exception nobody knows what was said, so the life begins again with nothing.
         """
         with self._lock:
-            packed = [each for batch in batches for each in self._packed(batch)]
-            self._resident.settle()
-            self._note_resident()
-            hello = [] if self._about is self._said else [self._hello_to_all()]
-            return hello + [self._events(part) for part in payloads_of(packed, MAX_PACKED_BYTES)]
+            try:
+                return self._messages(batches)
+            except BaseException:
+                self._lose(BAD_VALUE, 1)
+                raise
+
+    def _messages(self, batches: Iterable[EventBatch]) -> list[Numbered]:
+        packed = [each for batch in batches for each in self._packed(batch)]
+        self._resident.settle()
+        self._note_resident()
+        hello = [] if self._about is self._said else [self._hello_to_all()]
+        return hello + [self._events(part) for part in payloads_of(packed, MAX_PACKED_BYTES)]
 
     def answer(self, ask: Ask) -> Answer:
         """What to say to a follower."""

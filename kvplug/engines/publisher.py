@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import zmq
@@ -60,8 +61,10 @@ class Publisher:
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
         self._stopping = self._drops_are_named = False
-        self._open(endpoint, replay_endpoint, config.hwm, keys)
-        self._bind(must_bind)
+        with ExitStack() as undo:
+            self._open(endpoint, replay_endpoint, config.hwm, keys, undo)
+            self._bind(must_bind)
+            undo.pop_all()
         self._start()
 
     @property
@@ -103,14 +106,21 @@ class Publisher:
             self._context.term()
 
     def _open(
-        self, endpoint: str, replay_endpoint: str | None, hwm: int, keys: ServerKeys | None
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        hwm: int,
+        keys: ServerKeys | None,
+        undo: ExitStack,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        undo.callback(self._context.destroy, linger=0)
         self._socket = self._context.socket(zmq.PUB)
         self._authenticator = None
         if keys is not None:
             self._authenticator = keys.authenticator(self._context)
             self._authenticator.start()
+            undo.callback(self._authenticator.stop)
             keys.protect(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.LINGER, int(STOP_LIMIT_S * 1000))
@@ -127,7 +137,7 @@ class Publisher:
         bindings = [self._binding, *([self._replay.binding] if self._replay else [])]
         for binding in bindings:
             if must_bind:
-                bind_or_raise(binding, self._context)
+                bind_or_raise(binding)
             else:
                 binding.attempt()
 

@@ -4,8 +4,6 @@ import logging
 import os
 
 import pytest
-import zmq
-import zmq.auth
 
 from kvplug.curve_keys import ClientKeys, ServerKeys
 from kvplug.engines.about_engine import (
@@ -80,19 +78,6 @@ def test_an_address_that_is_named_stays(endpoint, caplog):
     config = PublisherConfig(endpoint=endpoint)
     assert without_open_socket(config, None, logger) == config
     assert not caplog.records
-
-
-@pytest.fixture
-def key_files(tmp_path):
-    """The publisher's secret key, a client's, and a folder that allows it."""
-    for name in ("server", "client", "stranger"):
-        zmq.auth.create_certificates(tmp_path, name)
-    allowed = tmp_path / "allowed"
-    allowed.mkdir()
-    (allowed / "client.key").write_text((tmp_path / "client.key").read_text())
-    for secret in tmp_path.glob("*.key_secret"):
-        secret.chmod(0o600)
-    return tmp_path
 
 
 class KeyedClient(StreamClient):
