@@ -1,12 +1,20 @@
 """Messages of our own stream: what goes in comes out, and what is none is refused by name."""
 
+import ast
+import re
+
 import msgspec
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.msgpack import encode as pack
 
+from kvplug import packed
+from kvplug.engines.block_hashes import BlockHashes
 from kvplug.errors import DecodeError
+from kvplug.events import Namespace
+from kvplug.hashing import BlockHasher, seed_of
 from kvplug.protocol import (
     MAJOR,
     MAX_MESSAGE_BYTES,
@@ -24,6 +32,9 @@ from kvplug.protocol import (
     encode,
     is_ours,
 )
+from tests.documentation import ROOT
+
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
 
 u64, numbers = st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1)
 times = st.floats(0, 2**40)
@@ -126,3 +137,60 @@ def test_a_length_without_its_bytes_is_refused(length):
 def test_a_stock_batch_is_not_ours():
     assert not is_ours(pack([1.5, [], 0]))
     assert not is_ours(pack({"ts": 1.5, "events": []}))
+
+
+def of_page(row, column):
+    """The hex numbers of a row of the table of hashes."""
+    [cells] = re.findall(rf"^\| {row} \|(.*)\|$", PAGE, re.MULTILINE)
+    return [int(number, 16) for number in cells.split("|")[column].split(",")]
+
+
+@pytest.mark.parametrize(
+    ("column", "namespace"), [(0, Namespace()), (1, Namespace("sql-lora", "tenant-1"))]
+)
+def test_hashes_are_those_of_the_page(column, namespace):
+    seed, tokens = seed_of(namespace), range(48)
+    assert [seed] == of_page("seed", column)
+    hasher = BlockHasher(16)
+    assert hasher.block_hashes(tokens, seed).tolist() == of_page("block hashes", column)
+    of_sequence = of_page("sequence hashes", column)
+    assert hasher.sequence_hashes(tokens, seed).tolist() == of_sequence
+    assert BlockHashes(16).sequence_hashes(tokens, seed) == of_sequence
+
+
+def little_endian(numbers, num_bytes):
+    return b"".join(number.to_bytes(num_bytes, "little") for number in numbers)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=9, max_size=9), st.lists(u64, max_size=3), u64)
+def test_hashes_are_as_the_page_says(tokens, keys, seed):
+    def digest(data, with_seed):
+        return xxhash.xxh3_64_intdigest(data, with_seed)
+
+    first = digest(little_endian(tokens[:5], 4) + little_endian(sorted(keys), 8), seed)
+    second = digest(little_endian(tokens[4:], 4), seed)
+    expected = [first, digest(little_endian([first, second], 8), 1337)]
+    for hasher in (BlockHasher(4, bigrams=True), BlockHashes(4, bigrams=True)):
+        assert list(hasher.sequence_hashes(tokens, seed, extra_keys=[keys])) == expected
+
+
+def test_the_example_of_the_page_is_read():
+    said = dict(re.findall(r"^(ENGINE_HASHES|HASHES) +([0-9a-f ]+)$", PAGE, re.MULTILINE))
+    [events] = re.findall(r"^\[2, .*\]$", PAGE, re.MULTILINE)
+    for name, words in sorted(said.items()):  # the longer name first
+        events = events.replace(name, repr(bytes.fromhex(words)))
+    payload = pack(ast.literal_eval(events))
+    [stored] = packed.decode(payload)
+    assert stored.engine_hashes.tolist() == [1, 2]
+    assert stored.hashes.tolist() == BlockHasher(16).sequence_hashes(range(32)).tolist()
+    lines = re.findall(r'^(\["kvplug", 1, .*\])$', PAGE, re.MULTILINE)
+    read = [decode(pack(ast.literal_eval(line.replace("PACKED", repr(payload))))) for line in lines]
+    assert [type(each) for each in read] == [Hello, Events, Ask, Hello, Resident, End]
+
+
+def test_what_about_leaves_out_is_as_the_page_says():
+    about = decode(pack([*HEAD, "hello", 1, 0, 3.0, {}])).about
+    assert (about.hash_scheme, about.dp_rank, about.dp_size) == ("xxh3-64", 0, 1)
+    assert not about.bigrams
+    assert not about.hides_states
+    assert about.block_size is None
