@@ -49,7 +49,7 @@ NEVER_CONNECTED = TrustState(
     Trust.BLIND,
     "its event stream was never connected",
     "check that the engine runs, was started with --kv-events-config, and that events= names its "
-    "endpoint",
+    "endpoint; if it requires keys, give --events-key-file",
 )
 SILENT = TrustState(
     Trust.BLIND,
