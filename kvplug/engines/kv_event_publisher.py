@@ -14,45 +14,70 @@ What cannot be published raises ConfigError at once, and nothing is sent of it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, TypedDict, Unpack
+from typing import Final, TypedDict, Unpack, get_args
 
 import msgspec
 
+from kvplug import protocol
 from kvplug._version import __version__
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig, WireName, without_open_socket
+from kvplug.engines.publisher_arguments import (
+    block_id,
+    block_ids,
+    block_size_of,
+    cxl_of,
+    event_id_of,
+    extra_keys_of,
+    moe_of,
+    pool_of,
+    row,
+    state_of,
+    text,
+    tier_of,
+    token_ids_of,
+    whole_number,
+    workers_of,
+)
+from kvplug.engines.settings import (
+    CURVE_CLIENTS,
+    CURVE_KEY_FILE,
+    WIRE,
+    PublisherConfig,
+    PublisherVariables,
+    WireName,
+    read_variables,
+    without_open_socket,
+)
 from kvplug.engines.stock_pools import StockPools
 from kvplug.errors import ConfigError
 from kvplug.events import (
-    MAX_BLOCK_SIZE,
+    MAX_DP_SIZE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     CxlMetadata,
     CxlState,
     CxlStateTransition,
-    EngineHash,
     Event,
     EventBatch,
     MoeLabel,
     Namespace,
     Tier,
 )
-from kvplug.protocol import WorkerHello
-from kvplug.wire import TIERS, to_wire
+from kvplug.protocol import Hello, WorkerHello
+from kvplug.setting import shown
+from kvplug.wire import to_wire
 
 logger = logging.getLogger(__name__)
 
-_U64: Final = 2**64
-_MAX_TOKEN: Final = 2**32
 _MAX_RESERVED: Final = 4096
-_TIERS: Final = {**{tier.name.lower(): tier for tier in Tier}, **TIERS}
 
 
 class AboutWorker(TypedDict, total=False):
@@ -108,12 +133,15 @@ class KvEventPublisher:
     ) -> None:  # fmt: skip
         """Publish from now on. ConfigError for settings that cannot be; TransportError if an
         address is taken.
+
+        keys, url, cxl_pools and topology that are left out are those of the KVPLUG_* variables.
         """
-        self._block_size = _block_size(kv_block_size)
-        hello = _hello(self._block_size, dp_rank, about)
-        config = PublisherConfig(endpoint=endpoint, replay_endpoint=answers_at, topic=topic)
-        self._publisher = _open(wire, config, hello, keys)
-        self._dp_rank = dp_rank
+        self._block_size = block_size_of(kv_block_size)
+        variables = _variables(keys)
+        hello = _hello(self._block_size, dp_rank, about, variables)
+        config = _config(endpoint=endpoint, replay_endpoint=answers_at, topic=topic)
+        self._publisher = _open(wire, config, hello, keys or variables.keys)
+        self._dp_rank, self._is_closed = hello.dp_rank, False
         self._lock = threading.Lock()
         self._next_id = 0
         self._reserved: dict[int, None] = {}
@@ -147,7 +175,7 @@ class KvEventPublisher:
         self,
         event_id: int | None = None,
         token_ids: Sequence[int] = (),
-        num_block_tokens: Sequence[int] = (),
+        num_block_tokens: Sequence[int] | None = None,
         block_hashes: Sequence[int] = (),
         lora_id: int = 0,
         parent_hash: int | None = None,
@@ -155,24 +183,25 @@ class KvEventPublisher:
     ) -> int:
         """Consecutive blocks are cached now; returns the id of the event.
 
-        token_ids: those of all blocks in a row; num_block_tokens: how many each has, which is
-        kv_block_size; parent_hash: the block before the first one.
+        token_ids: those of all blocks in a row; num_block_tokens: how many each has, kv_block_size
+        if given; parent_hash: the block before the first one.
         """
-        names = _names(block_hashes)
-        self._require_blocks(token_ids, num_block_tokens, names)
-        lora_name = details.get("lora_name") or (str(lora_id) if lora_id else "")
-        namespace = Namespace(lora_name, details.get("cache_salt", ""))
-        parent = None if parent_hash is None else _name(parent_hash)
+        self._require_id(event_id)
+        _details(details)
+        names, tokens = block_ids(block_hashes), token_ids_of(token_ids)
+        self._require_blocks(len(tokens), num_block_tokens, names)
+        namespace = _namespace(lora_id, details)
+        parent = None if parent_hash is None else block_id(parent_hash)
         event = BlockStored(
             block_hashes=names,
-            token_ids=_tokens(token_ids),
+            token_ids=tokens,
             block_size=self._block_size,
             parent=parent,
             namespace=None if parent is not None and namespace == Namespace() else namespace,
-            tier=_tier(details.get("tier", Tier.DEVICE)),
-            extra_keys=tuple(tuple(each) for each in details.get("extra_keys", ())),
-            cxl=_cxl(details.get("cxl_metadata")),
-            moe=details.get("moe"),
+            tier=tier_of(details.get("tier", Tier.DEVICE)),
+            extra_keys=extra_keys_of(details.get("extra_keys", ()), len(names)),
+            cxl=cxl_of(details.get("cxl_metadata")),
+            moe=moe_of(details.get("moe")),
         )
         with self._lock:
             if parent is not None and not self._copies[parent]:
@@ -190,13 +219,15 @@ class KvEventPublisher:
         tier: Tier | str = "device",
     ) -> int:
         """One copy of each of these blocks is gone; returns the id of the event."""
-        names = _names(block_hashes)
-        event = BlockRemoved(block_hashes=names, tier=_tier(tier))
+        self._require_id(event_id)
+        names = block_ids(block_hashes)
+        event = BlockRemoved(block_hashes=names, tier=tier_of(tier))
         with self._lock:
             return self._publish(event, event_id, lambda: self._forget(names))
 
     def publish_all_cleared(self, event_id: int | None = None) -> int:
         """The engine holds nothing any more; returns the id of the event."""
+        self._require_id(event_id)
         with self._lock:
             return self._publish(AllBlocksCleared(), event_id, self._copies.clear)
 
@@ -213,18 +244,20 @@ class KvEventPublisher:
         new_state: local_gpu, in_transit, cxl_pooled or evicted. What is left out of pool and
         workers is as it was.
         """
-        names, workers = _names(block_hashes), accessible_workers
+        self._require_id(event_id)
         event = CxlStateTransition(
-            block_hashes=names,
-            new_state=_state(new_state),
-            pool_id=pool_id,
-            accessible_workers=None if workers is None else tuple(map(str, workers)),
+            block_hashes=block_ids(block_hashes),
+            new_state=state_of(new_state),
+            pool_id=pool_of(pool_id),
+            accessible_workers=workers_of(accessible_workers),
         )
         with self._lock:
             return self._publish(event, event_id, lambda: None)
 
     def shutdown(self) -> None:
         """Send what is queued and close, in three seconds at worst; again is harmless."""
+        with self._lock:
+            self._is_closed = True
         self._publisher.shutdown()
 
     def __enter__(self) -> KvEventPublisher:
@@ -240,24 +273,30 @@ class KvEventPublisher:
 
     def _publish(self, event: Event, event_id: int | None, note: Callable[[], object]) -> int:
         """With the lock held, so that events go out in the order of their ids."""
+        if self._is_closed:
+            raise ConfigError("cannot publish an event: the publisher was shut down")
         number = self._take_id(event_id)
         note()
         self._publisher.publish(EventBatch(events=(event,), dp_rank=self._dp_rank))
         return number
 
     def _take_id(self, event_id: int | None) -> int:
-        if event_id is None:
-            event_id = self._next_id
-        elif event_id in self._reserved:
-            del self._reserved[event_id]
-            return event_id
-        if event_id < self._next_id:
+        number = event_id_of(self._next_id if event_id is None else event_id)
+        if event_id is not None and number in self._reserved:
+            del self._reserved[number]
+            return number
+        if number < self._next_id:
             raise ConfigError(
-                f"cannot publish event {event_id}: expected an id of {self._next_id} or more, as "
-                "ids rise, or one of next_event_id"
+                f"event ids must rise: got {number}, expected {self._next_id} or more; leave "
+                "event_id out to have one chosen"
             )
-        self._next_id = event_id + 1
-        return event_id
+        self._next_id = number + 1
+        return number
+
+    def _require_id(self, event_id: object) -> None:
+        # First of all: where it was forgotten, every other argument is in a wrong place, too.
+        if event_id is not None:
+            event_id_of(event_id)
 
     def _forget(self, names: Sequence[int]) -> None:
         for name in names:
@@ -266,43 +305,86 @@ class KvEventPublisher:
                 del self._copies[name]
 
     def _require_blocks(
-        self, token_ids: Sequence[int], sizes: Sequence[int], names: Sequence[int]
+        self, num_tokens: int, sizes: Sequence[int] | None, names: Sequence[int]
     ) -> None:
         size = self._block_size
-        if any(each != size for each in sizes):
+        said = (size,) * len(names) if sizes is None else row(sizes, "num_block_tokens")
+        given = [whole_number(each, "a size of num_block_tokens") for each in said]
+        if any(each != size for each in given):
             raise ConfigError(
-                f"cannot publish blocks of {sorted(set(sizes))} tokens: expected blocks of "
+                f"cannot publish blocks of {shown(given)} tokens: expected blocks of "
                 f"kv_block_size, {size}, in num_block_tokens"
             )
-        if not len(names) == len(sizes) == len(token_ids) / size:
+        if not len(names) == len(given) == num_tokens / size:
             raise ConfigError(
-                f"cannot publish {len(names)} blocks with {len(sizes)} sizes and "
-                f"{len(token_ids)} tokens: expected as many sizes as blocks, and {size} tokens "
-                "for each"
+                f"cannot publish {len(names)} blocks with {len(given)} sizes and {num_tokens} "
+                f"tokens: expected as many sizes as blocks, and {size} tokens for each"
             )
+
+
+def _details(details: Mapping[str, object]) -> None:
+    if unknown := sorted(set(details) - set(BlockDetails.__annotations__)):
+        expected = ", ".join(BlockDetails.__annotations__)
+        raise ConfigError(
+            f"stored blocks have no {', '.join(unknown)}: expected, besides the tokens and ids of "
+            f"the blocks, only {expected}"
+        )
+
+
+def _namespace(lora_id: object, details: BlockDetails) -> Namespace:
+    lora_name = text(details.get("lora_name", ""), "lora_name")
+    number = whole_number(lora_id, "lora_id")
+    salt = text(details.get("cache_salt", ""), "cache_salt")
+    return Namespace(lora_name or (str(number) if number else ""), salt)
 
 
 def _open(
     wire: WireName, config: PublisherConfig, hello: WorkerHello, keys: ServerKeys | None
 ) -> EventStream | Publisher:
+    if wire not in get_args(WireName):
+        raise ConfigError(f'wire must be "kvplug" or "vllm", got {shown(wire)}')
+    config = without_open_socket(config, keys, logger)
     if wire == "vllm":
         encode = _StockEncoder()
         return Publisher(config, hello.dp_rank, encode, logger, keys=keys, must_bind=True)
-    if wire != "kvplug":
-        raise ConfigError(f'wire must be "kvplug" or "vllm", got {wire!r}')
-    config = without_open_socket(config, keys, logger)
     return EventStream(config, hello, lambda batch: batch, logger, keys=keys, must_bind=True)
 
 
-def _hello(block_size: int, dp_rank: int, about: AboutWorker) -> WorkerHello:
-    said = {"kvplug_version": __version__, "block_size": block_size, "dp_rank": dp_rank, **about}
+def _config(**said: object) -> PublisherConfig:
+    try:
+        return msgspec.convert(said, PublisherConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"cannot publish: {error}") from error
+
+
+def _variables(keys: ServerKeys | None) -> PublisherVariables:
+    """What the environment says; nothing of keys if the caller has some."""
+    if keys is not None and not isinstance(keys, ServerKeys):
+        raise ConfigError(f"keys must be a ServerKeys, got {type(keys).__name__}")
+    passed_over = {WIRE} if keys is None else {WIRE, CURVE_KEY_FILE, CURVE_CLIENTS}
+    return read_variables({k: v for k, v in os.environ.items() if k not in passed_over})
+
+
+def _hello(
+    block_size: int, dp_rank: int, about: AboutWorker, variables: PublisherVariables
+) -> WorkerHello:
+    if unknown := sorted(set(about) - set(AboutWorker.__annotations__)):
+        raise ConfigError(f"nothing is said of a worker by these names: {', '.join(unknown)}")
+    said: dict[str, object] = {
+        "url": variables.url,
+        "topology": variables.topology,
+        "cxl_pools": variables.cxl_pools,
+        **about,
+    }
+    said |= {"kvplug_version": __version__, "block_size": block_size}
+    said["dp_rank"] = whole_number(dp_rank, "dp_rank", MAX_DP_SIZE)
+    pools = row(said["cxl_pools"], "cxl_pools")  # type: ignore[arg-type]
+    said["cxl_pools"] = tuple(whole_number(each, "a pool of cxl_pools") for each in pools)
     try:
         hello = msgspec.convert(said, WorkerHello)
-    except msgspec.ValidationError as error:
+        protocol.encode(Hello(1, 0, 0.0, hello))
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as error:
         raise ConfigError(f"cannot tell followers of the worker: {error}") from error
-    unknown = sorted(set(said) - set(WorkerHello.__struct_fields__))
-    if unknown:
-        raise ConfigError(f"nothing is said of a worker by these names: {', '.join(unknown)}")
     return hello
 
 
@@ -315,58 +397,3 @@ class _StockEncoder:
     def __call__(self, batch: EventBatch) -> bytes:
         events = self._pools.on_wire([to_wire(event) for event in batch.events])
         return msgspec.msgpack.encode((batch.ts, events, batch.dp_rank))
-
-
-def _block_size(size: object) -> int:
-    if not isinstance(size, int) or not 1 <= size <= MAX_BLOCK_SIZE:
-        raise ConfigError(f"kv_block_size must be in [1, {MAX_BLOCK_SIZE}], got {size!r:.40}")
-    return size
-
-
-def _names(block_hashes: Sequence[int]) -> tuple[EngineHash, ...]:
-    if not len(block_hashes):
-        raise ConfigError("cannot publish an event of no blocks: expected ids in block_hashes")
-    return tuple(map(_name, block_hashes))
-
-
-def _name(number: int) -> EngineHash:
-    """Unsigned; engines that count in i64 are folded."""
-    folded = int(number)
-    if not -(2**63) <= folded < _U64:
-        raise ConfigError(f"a block id must be a 64-bit integer, signed or not, got {number}")
-    return EngineHash(folded % _U64)
-
-
-def _tokens(token_ids: Sequence[int]) -> tuple[int, ...]:
-    tokens = tuple(map(int, token_ids))
-    if tokens and not 0 <= min(tokens) <= max(tokens) < _MAX_TOKEN:
-        raise ConfigError(
-            f"token ids must be in [0, 2**32), got {min(tokens)} to {max(tokens)} in token_ids"
-        )
-    return tokens
-
-
-def _tier(said: Tier | str) -> Tier:
-    if isinstance(said, Tier):
-        return said
-    found = _TIERS.get(said.lower(), _TIERS.get(said.upper()))
-    if found is None:
-        raise ConfigError(f"tier must be one of {', '.join(sorted(_TIERS))}, got {said!r}")
-    return found
-
-
-def _cxl(said: CxlMetadata | Mapping[str, object] | None) -> CxlMetadata | None:
-    if said is None or isinstance(said, CxlMetadata):
-        return said
-    try:
-        return msgspec.convert(dict(said), CxlMetadata)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"cannot use cxl_metadata: {error}") from error
-
-
-def _state(said: CxlState | str) -> CxlState:
-    try:
-        return CxlState(said)
-    except ValueError:
-        expected = ", ".join(CxlState)
-        raise ConfigError(f"new_state must be one of {expected}, got {said!r}") from None

@@ -32,6 +32,7 @@ CURVE_KEY_FILE: Final = "KVPLUG_CURVE_KEY_FILE"
 CURVE_CLIENTS: Final = "KVPLUG_CURVE_CLIENTS"
 
 WireName = Literal["kvplug", "vllm"]
+_POOL_DIGITS: Final = 19  # of 2**63
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -95,7 +96,7 @@ def _wire(said: str) -> WireName:
 
 def _pools(said: str) -> tuple[int, ...]:
     names = [name.strip() for name in said.split(",")] if said.strip() else []
-    if not all(name.isdecimal() for name in names):
+    if not all(name.isdecimal() and len(name) < _POOL_DIGITS for name in names):
         raise ConfigError(f'{CXL_POOLS}: expected numbers of pools like "1,2", got {said!r}')
     return tuple(map(int, names))
 
