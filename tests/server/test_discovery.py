@@ -59,10 +59,12 @@ async def known(service, name):
 async def serves_by_prefix(service, client, name):
     counts = service.proxy.counts[name]
     await complete(client)
-    await until(lambda: service.router.fleet_index.block_size_of(name) == 32, "its size is known")
+    first, *_ = service.fleet.workers[name].ranks
+    matched = lambda: service.router.index_of(first).overlap_of_tokens(PROMPT).depth.max()  # noqa: E731
+    await until(lambda: matched() == len(PROMPT) // 32, "its events are applied")
+    assert service.router.fleet_index.block_size_of(name) == 32
     for rank in service.fleet.workers[name].ranks:
-        follower = service.fleet.follower_of(rank)
-        await until(lambda f=follower: f.trust.level is Trust.EXACT, "its events are applied")
+        assert service.fleet.follower_of(rank).trust.level is Trust.EXACT
     before = counts.num_cached_tokens
     assert await complete(client) == counts.num_cached_tokens - before == 192
 
