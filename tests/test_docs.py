@@ -19,6 +19,7 @@ from kvplug.curve_keys import ServerKeys
 from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
+from kvplug.ingest.applying import _UNUSABLE
 from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
@@ -36,7 +37,7 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-OTHER_PROGRAMS = {"source", "kill", "umask"}
+OTHER_PROGRAMS = {"source", "kill", "umask", "mkdir", "cp"}
 OF_PUBLISHERS = {
     value for value in vars(publisher_settings).values() if str(value).startswith("KVPLUG_")
 }
@@ -125,15 +126,17 @@ def _without_keys(arguments):
 
 
 def test_keys_are_made_as_the_page_says(tmp_path):
-    make, use = (code for _, _, code in blocks("bash", [ROOT / "docs" / "security.md"]))
-    made = make.replace("python", sys.executable)
+    make, allow, use = (code for _, _, code in blocks("bash", [ROOT / "docs" / "security.md"]))
+    made = make.replace("python", sys.executable) + allow.replace("/etc", str(tmp_path))
     subprocess.run(["sh", "-ec", made], cwd=tmp_path, check=True)
     [[*_, secret, _, public]] = commands(use)
     values = [str(tmp_path / Path(name).name) for name in (secret, public)]
     flags = [word for pair in zip(KEY_FLAGS, values, strict=True) for word in pair]
     config, _ = parse(["--worker", "http://10.0.0.7:8000", *flags])
     assert config.event_keys is not None
-    keys = ServerKeys.from_files(tmp_path / "engines.key_secret")
+    clients = tmp_path / "kvplug" / "clients"
+    assert [each.name for each in clients.iterdir()] == ["router.key"]
+    keys = ServerKeys.from_files(tmp_path / "engines.key_secret", clients)
     assert keys.public == config.event_keys.server_public
 
 
@@ -249,11 +252,19 @@ def test_every_error_code_is_documented():
     assert codes <= set(re.findall(r"`(\w+)`", SETTINGS))
 
 
+def test_every_reason_that_leaves_a_worker_exact_is_named():
+    [harmless] = re.findall(r"These do not:(.*?)\. Nor do", EVENTS, re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", harmless))
+    of_index = {reason.value for reason in RejectReason}
+    assert named & of_index == of_index - _UNUSABLE - {RejectReason.UNKNOWN_PARENT.value}
+    assert not named & {reason.value for reason in Reason}
+
+
 def test_the_glossary_is_short():
     page = (ROOT / "docs" / "glossary.md").read_text()
     words = re.findall(r"^\| ([a-z ]+) \|", page, re.MULTILINE)
     assert words[0] == "term"
-    assert 0 < len(words[1:]) <= 15
+    assert 0 < len(words[1:]) <= 20
     text = "".join(each.read_text().lower() for each in PAGES if each.name != "glossary.md")
     assert all(word in text for word in words[1:])
 

@@ -17,7 +17,8 @@ from kvplug.server.hosts import host_of, in_brackets, is_loopback, is_wildcard
 _SET: Final = "set KVPLUG_WORKER_URL at the engine, or give its --worker as URL,events=ENDPOINT"
 _SILENT: Final = (
     "nothing has come from its event endpoint yet, which would say where its API is; none needed "
-    "if the engine is about to start: the endpoint is tried again by itself"
+    "if the engine is about to start: the endpoint is tried again by itself. If it "
+    "runs, its publisher is another one, or requires keys (--events-key-file)"
 )
 _UNREADABLE: Final = (
     "nothing that its publisher says can be read; install the same release of kvplug in the engine "

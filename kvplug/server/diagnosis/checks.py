@@ -87,7 +87,8 @@ def _events(view: WorkerView) -> Found:
     elif view.stream is not None and not view.stream.connected:
         fix = (
             "compare events= with the endpoint in the engine's --kv-events-config; stock vLLM "
-            "binds only an address with a `*`, and connects to any other"
+            "binds only an address with a `*`, and connects to any other; or the publisher "
+            "requires keys (--events-key-file)"
         )
         if view.has_keys:
             fix = (
