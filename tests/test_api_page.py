@@ -75,6 +75,8 @@ def test_calls_have_the_signatures_of_the_page(documented, part):
         name = call.partition("(")[0]
         is_constructor = name == documented.__name__
         member = documented if is_constructor else inspect.getattr_static(documented, name)
+        if isinstance(member, classmethod):
+            member = member.__get__(None, documented)
         assert call == signature_of(name, member)
     if documented in COMPLETE:
         public = {name for name in dir(documented) if not name.startswith("_")}

@@ -69,7 +69,7 @@ class EngineService:
             started.push_async_callback(self._runner.cleanup)
             await self._listen()
             for publisher in self._publishers:
-                if isinstance(publisher, EventStream):
+                if isinstance(publisher, EventStream) and not publisher.life.about.url:
                     publisher.note(url=self.url)
             self._started = started.pop_all()
         return self

@@ -1,20 +1,30 @@
 """The publishers of a simulated engine, one for each data-parallel rank, on either wire.
 
 In:  a SimConfig.   Out: publishers that take event batches, and what they say of the engine.
+
+The KVPLUG_* variables of the plug-ins hold here, too, but for the wire, which is a flag.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 from msgspec import structs
 
 from kvplug import codec
 from kvplug._version import __version__
+from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.publisher import Publisher
-from kvplug.engines.settings import PublisherConfig
+from kvplug.engines.settings import (
+    WIRE,
+    PublisherConfig,
+    PublisherVariables,
+    read_variables,
+    without_open_socket,
+)
 from kvplug.protocol import WorkerHello
 from kvplug.sim.engine_config import SimConfig
 
@@ -22,39 +32,45 @@ logger = logging.getLogger(__name__)
 
 
 def open_publishers(config: SimConfig, tokenizer: str) -> Iterator[Publisher | EventStream]:
-    """Rank by rank, publish from now on. TransportError if an endpoint is taken.
+    """Rank by rank, publish from now on. TransportError if an endpoint is taken; ConfigError for a
+    variable or a key that cannot be used.
 
     `tokenizer`: the digest of tokenizer.json, "" without one.
     """
     if config.events_endpoint is None:
         return
+    variables = read_variables({k: v for k, v in os.environ.items() if k != WIRE})
     settings = PublisherConfig(
         endpoint=config.events_endpoint,
         replay_endpoint=config.replay_endpoint,
         topic=config.topic,
         buffer_steps=config.buffer_steps,
     )
+    settings = without_open_socket(settings, variables.keys, logger)
     for rank in range(config.dp_size):
-        yield _open(config, settings, rank, tokenizer)
+        about = _about(config, rank, tokenizer, variables)
+        yield _open(config.wire, settings, about, variables.keys)
 
 
 def _open(
-    config: SimConfig, settings: PublisherConfig, rank: int, tokenizer: str
+    wire: str, settings: PublisherConfig, about: WorkerHello, keys: ServerKeys | None
 ) -> Publisher | EventStream:
-    if config.wire == "kvplug":
-        about = _about(config, rank, tokenizer)
-        return EventStream(settings, about, lambda batch: batch, logger, must_bind=True)
+    if wire == "kvplug":
+        return EventStream(settings, about, lambda batch: batch, logger, keys=keys, must_bind=True)
     return Publisher(
         settings,
-        rank,
-        lambda batch: codec.encode(structs.replace(batch, dp_rank=rank)),
+        about.dp_rank,
+        lambda batch: codec.encode(structs.replace(batch, dp_rank=about.dp_rank)),
         logger,
+        keys=keys,
         must_bind=True,
     )
 
 
-def _about(config: SimConfig, rank: int, tokenizer: str) -> WorkerHello:
-    """Without the URL, which is known when the engine listens."""
+def _about(
+    config: SimConfig, rank: int, tokenizer: str, variables: PublisherVariables
+) -> WorkerHello:
+    """Without a URL, unless a variable says it: it is known when the engine listens."""
     return WorkerHello(
         engine="kvplug.sim",
         engine_version=__version__,
@@ -65,4 +81,7 @@ def _about(config: SimConfig, rank: int, tokenizer: str) -> WorkerHello:
         capacity_blocks=config.scheduler.num_gpu_blocks - 1,  # without the null block
         dp_rank=rank,
         dp_size=config.dp_size,
+        url=variables.url,
+        topology=variables.topology,
+        cxl_pools=variables.cxl_pools,
     )

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import aiohttp
 import pytest
-import zmq
+import zmq.auth
 
 from kvplug import Rank, Router, RouterConfig, codec
-from kvplug.errors import TransportError
+from kvplug.errors import ConfigError, TransportError
 from kvplug.sim.engine_config import SimConfig, TimeModel
 from kvplug.sim.engine_service import EngineService
 from kvplug.sim.scheduler import SchedulerConfig
@@ -313,9 +314,36 @@ async def test_a_fault_in_a_step_ends_the_service_instead_of_hanging_it():
 
 
 async def test_an_endpoint_at_every_address_is_told_as_one_to_connect_to():
-    async with EngineService(config(events_endpoint="tcp://*:0")) as service:
-        assert service.events_endpoint.startswith("tcp://127.0.0.1:")
-        assert not service.events_endpoint.endswith(":0")
+    for every in ("*", "0.0.0.0"):
+        async with EngineService(config(events_endpoint=f"tcp://{every}:0")) as service:
+            assert service.events_endpoint.startswith("tcp://127.0.0.1:")
+            assert not service.events_endpoint.endswith(":0")
+
+
+@pytest.fixture
+def secret_key(tmp_path):
+    _, path = zmq.auth.create_certificates(tmp_path, "server")
+    Path(path).chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("wire", ["kvplug", "vllm"])
+async def test_the_variables_of_the_plugins_hold_here_too(wire, monkeypatch, secret_key):
+    monkeypatch.setenv("KVPLUG_CURVE_KEY_FILE", secret_key)
+    monkeypatch.setenv("KVPLUG_WORKER_URL", "http://a:1")
+    monkeypatch.setenv("KVPLUG_CXL_POOLS", "3")
+    async with EngineService(config(wire=wire)) as service:
+        [publisher] = service._publishers
+        assert publisher._authenticator is not None
+        if wire == "kvplug":
+            about = publisher.life.about
+            assert (about.url, about.cxl_pools) == ("http://a:1", (3,))
+
+
+async def test_a_key_that_cannot_be_used_is_no_engine(monkeypatch):
+    monkeypatch.setenv("KVPLUG_CURVE_KEY_FILE", "/nowhere/key")
+    with pytest.raises(ConfigError, match="/nowhere/key"):
+        await EngineService(config()).__aenter__()
 
 
 class TestRanks:
