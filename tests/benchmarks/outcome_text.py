@@ -23,6 +23,7 @@ class WordTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._prompts = PromptTokenizer.from_folder(folder)
+        self.digest = self._prompts.digest
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._ids = {
             text[1:]: token_id
