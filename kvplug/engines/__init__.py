@@ -2,7 +2,8 @@
 
 vllm                vLLM's side: registers the publisher `kvplug`
 sglang              SGLang's side: the same
-kv_event_publisher  the same for engines of one's own
+connector_events    what a KV connector of vLLM says of CXL pools and experts
+kv_event_publisher  the same for engines of one's own, with the checks in publisher_arguments
 settings            what they were started with
 about_engine        what an engine is
 opening             the publisher that the settings ask for
@@ -14,7 +15,7 @@ block_hashes        token ids to sequence hashes, without Numba
 resident_set        what the engine holds: with resident_blocks, resident_groups, resident_pools
 listing             all of that as packed events
 
-publisher           the stock wire
+publisher           the stock wire; stock_pools: CXL pools on it
 replay_server       past batches of it again
 binding, wake       a socket and its address, tried again while it is taken; a thread that waits
 
