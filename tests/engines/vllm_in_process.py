@@ -56,7 +56,8 @@ class Following:
 
     def settle(self, engine):
         """Wait until every batch that the engine published is applied."""
-        last = engine.num_batches - 1
+        wait_until(lambda: engine.last() is not None, "every batch is in a message")
+        last = engine.last()
         wait_until(lambda: self.follower.sequencer.last == last, "every batch has arrived")
 
     def expected_tokens(self, tokens, salt):
@@ -97,7 +98,8 @@ class Engine:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = scheduler.kv_cache_manager.block_pool
         self.num_batches, self.num_events, self.most_copies = 0, {}, 1
-        self._publish = scheduler.kv_event_publisher.publish
+        self._publisher = scheduler.kv_event_publisher
+        self._publish = self._publisher.publish
         scheduler.kv_event_publisher.publish = self._count_and_publish
 
     def _count_and_publish(self, batch):
@@ -107,6 +109,16 @@ class Engine:
             self.num_events[kind] = self.num_events.get(kind, 0) + 1
         self.most_copies = max(self.most_copies, self._most_copies())
         self._publish(batch)
+
+    def last(self):
+        """The number of the last message; None while a batch is on its way to one."""
+        stream = getattr(self._publisher, "publisher", self._publisher)
+        if not hasattr(stream, "life"):
+            return self.num_batches - 1
+        if stream.num_applied < self.num_batches:
+            return None
+        stream.life.hello()  # waits for the batches that are being applied
+        return stream.life.position[1] - 1
 
     def generate(self, prompts, max_tokens=4):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
