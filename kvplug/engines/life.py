@@ -4,7 +4,7 @@ In:  batches of typed events.
 Out: messages of kvplug/protocol.py with their numbers, and answers to asks.
 
 The sender's thread applies batches; another one answers. Both hold the lock, the one for a message,
-the other for as long as it takes to copy arrays (10 ms for a million blocks).
+the other for as long as it takes to copy arrays (76 ms for a million blocks).
 """
 
 from __future__ import annotations

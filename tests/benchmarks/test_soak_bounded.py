@@ -7,6 +7,7 @@ from kvplug.records import read_payloads
 from tests.benchmarks.soak_bounded import Sample, Soak, failures, payload_of, run
 
 
+@pytest.mark.slow
 def test_the_bound_is_kept_and_every_prompt_stored():
     soak = Soak(max_bytes=2**20, seed=0)
     samples = run(soak, 1.0, Console(quiet=True))

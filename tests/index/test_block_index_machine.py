@@ -169,7 +169,7 @@ class PackedIndexMachine(AppliesPacked, IndexMachine):
     """The same, with packed events, as kvplug's own stream has them."""
 
 
-TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine = pytest.mark.slow(IndexMachine.TestCase)
 TestIndexMachine.settings = settings(stateful_step_count=30)
 TestRecordedIndexMachine = RecordedIndexMachine.TestCase
 TestRecordedIndexMachine.settings = settings(stateful_step_count=30)

@@ -278,7 +278,7 @@ class PackedGroupedIndexMachine(AppliesPacked, GroupedIndexMachine):
     """The same, with packed events, as kvplug's own stream has them."""
 
 
-TestGroupedIndexMachine = GroupedIndexMachine.TestCase
+TestGroupedIndexMachine = pytest.mark.slow(GroupedIndexMachine.TestCase)
 TestGroupedIndexMachine.settings = settings(stateful_step_count=30)
 TestPackedGroupedIndexMachine = pytest.mark.slow(PackedGroupedIndexMachine.TestCase)
 TestPackedGroupedIndexMachine.settings = settings(stateful_step_count=30)

@@ -9,45 +9,16 @@ from kvplug import Rank, packed, protocol
 from kvplug.events import CxlState
 from kvplug.index import sweeping
 from kvplug.ingest import trust
-from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.transports.base import Message
 from tests.ingest.life_publisher import (
-    RANK,
-    Clock,
     LifePublisher,
-    TellableRouter,
     answer,
     join,
     message_of,
     names,
     wait,
 )
-
-
-@pytest.fixture
-def router():
-    router = TellableRouter()
-    router.add_worker("w")
-    return router
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def follower(router, clock):
-    follower = Follower(router, RANK, clock=clock)
-    follower.can_ask_publisher = True
-    follower.on_connected()
-    return follower
-
-
-@pytest.fixture
-def publisher():
-    return LifePublisher()
 
 
 def answered(follower, *said):

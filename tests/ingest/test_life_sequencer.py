@@ -9,40 +9,13 @@ from kvplug.ingest.replay import ReplaySettings
 from kvplug.transports.base import Message
 from tests.ingest.life_publisher import (
     RANK,
-    Clock,
     LifePublisher,
-    TellableRouter,
     answer,
     join,
     names,
     wait,
 )
 from tests.ingest.publisher import message, stored
-
-
-@pytest.fixture
-def router():
-    router = TellableRouter()
-    router.add_worker("w")
-    return router
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def follower(router, clock):
-    follower = Follower(router, RANK, clock=clock)
-    follower.can_ask_publisher = True
-    follower.on_connected()
-    return follower
-
-
-@pytest.fixture
-def publisher():
-    return LifePublisher()
 
 
 def test_a_newcomer_asks_for_everything(follower, router, publisher):

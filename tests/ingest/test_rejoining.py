@@ -12,7 +12,6 @@ from kvplug.ingest.trust import Trust
 from kvplug.transports.base import Message
 from tests.ingest.life_publisher import (
     RANK,
-    Clock,
     LifePublisher,
     TellableRouter,
     answer,
@@ -20,26 +19,6 @@ from tests.ingest.life_publisher import (
     names,
     wait,
 )
-
-
-@pytest.fixture
-def router():
-    router = TellableRouter()
-    router.add_worker("w")
-    return router
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def follower(router, clock):
-    follower = Follower(router, RANK, clock=clock)
-    follower.can_ask_publisher = True
-    follower.on_connected()
-    return follower
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ on the newest (this environment), and compiled on the oldest one that is support
 pin (an environment of its own, kept in the cache). Versions differ in what they make of a kernel:
 as plain Python it does not depend on them, and what bounds checks find is an index of ours.
 Each run gets a Numba cache of its own: cached code would hide a change of the settings. Two run at
-a time.
+a time; without JIT the state machines, which take longest, are a run of their own.
 """
 
 import os
@@ -27,6 +27,10 @@ WITH_BOUNDS_CHECKS = {"NUMBA_BOUNDSCHECK": "1"}
 TESTS = ["tests/kernels", "tests/index", "tests/router/test_load.py", "tests/test_hashing.py"]
 TESTS += ["tests/router/test_decider.py", "tests/router/test_cache_sizes.py"]
 TESTS += ["tests/test_hash_schemes.py", "tests/test_records.py"]
+MACHINES = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "tests/index").glob("test_*_machine.py")
+)
+OTHERS = [*TESTS, *(f"--ignore={path}" for path in MACHINES)]
 
 
 def oldest_python():
@@ -38,12 +42,12 @@ def oldest_python():
 
 def run(way):
     """(exit status, what it printed) of the tests in one way."""
-    name, python, settings = way
+    name, python, settings, tests = way
     with tempfile.TemporaryDirectory(prefix="numba-cache-") as cache:
         env = {**os.environ, "NUMBA_CACHE_DIR": cache, **settings}
         ask = "import numba; print(numba.__version__)"
         version = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
         title = f"kernels {name}, numba {version.stdout.strip()}:\n"
         return ended.returncode, title + ended.stdout + ended.stderr
@@ -51,9 +55,10 @@ def run(way):
 
 def main():
     ways = [
-        ("without JIT", sys.executable, WITHOUT_JIT),
-        ("with bounds checks", sys.executable, WITH_BOUNDS_CHECKS),
-        ("compiled", oldest_python(), {}),
+        ("as state machines, without JIT", sys.executable, WITHOUT_JIT, MACHINES),
+        ("without JIT", sys.executable, WITHOUT_JIT, OTHERS),
+        ("with bounds checks", sys.executable, WITH_BOUNDS_CHECKS, TESTS),
+        ("compiled", oldest_python(), {}, TESTS),
     ]
     codes = []
     with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:

@@ -33,6 +33,7 @@ def test_only_who_waits_is_given_the_lock(before, was_handed, after):
 
 
 @pytest.mark.skipif(not COMPILED, reason="plain Python keeps the GIL while it waits")
+@pytest.mark.slow
 def test_two_threads_hand_over_again_and_again():
     word, log, num_rounds = word_of(FREE), [], 200
     waiting = np.zeros(1, dtype=np.uint8)
