@@ -1,6 +1,7 @@
 """The soak of a bounded router, in its short form; `make soak-bounded` looks at memory, too."""
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from kvplug.records import read_payloads
