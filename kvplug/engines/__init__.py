@@ -6,9 +6,13 @@ connector_events    what a KV connector of vLLM says of CXL pools and experts
 kv_event_publisher  the same for engines of one's own, with the checks in publisher_arguments
 settings            what they were started with
 about_engine        what an engine is
-opening             the publisher that the settings ask for
 
-event_stream        our own wire: batches from the engine's thread to sockets, without holding it up
+sender_process      the engine's end of the process that publishes its events; nothing else that
+                    takes time runs in the engine
+sender_messages     what the two say to each other
+sender              that process: engines' events, or notes of them, to one of the two wires
+
+event_stream        our own wire: batches to sockets, without holding up whoever hands them over
 answers             answers to followers that join late or missed something
 life                what has been said, and what there is to say to a newcomer
 block_hashes        token ids to sequence hashes, without Numba

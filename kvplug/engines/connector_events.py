@@ -64,36 +64,44 @@ _set: Final = msgspec.structs.force_setattr
 
 
 def with_labels(events: Sequence[Any]) -> Sequence[Any]:
-    """The events without BlockLabels; what these say is in the stored events instead."""
+    """The events, as they are encoded, without BlockLabels; what these say is in the stored events
+    instead.
+    """
     labels: dict[ConnectorHash, MoeLabel] = {}
     for event in events:
-        if type(event) is BlockLabels:
-            labels.update(dict.fromkeys(event.block_hashes, event.moe))
+        if _kind(event) == "BlockLabels":
+            moe = msgspec.convert(event["moe"], MoeLabel)
+            labels.update(dict.fromkeys(event["block_hashes"], moe))
     return [each for event in events for each in _labelled(event, labels)] if labels else events
 
 
+def _kind(event: Any) -> object:  # noqa: ANN401
+    return event.get("type") if isinstance(event, dict) else None
+
+
 def _labelled(event: Any, labels: Mapping[ConnectorHash, MoeLabel]) -> Iterable[Any]:  # noqa: ANN401
-    if type(event) is BlockLabels:
+    if _kind(event) == "BlockLabels":
         return ()
-    if type(event).__name__ != "BlockStored" or labels.keys().isdisjoint(event.block_hashes):
+    if _kind(event) != "BlockStored" or labels.keys().isdisjoint(event["block_hashes"]):
         return (event,)
     return _runs(event, labels)
 
 
-def _runs(event: Any, labels: Mapping[ConnectorHash, MoeLabel]) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+def _runs(
+    event: dict[str, Any], labels: Mapping[ConnectorHash, MoeLabel]
+) -> Iterator[dict[str, Any]]:
     """A stored event of vLLM's, divided where the label changes."""
-    said = {"type": "BlockStored", **msgspec.structs.asdict(event)}
-    names, size, keys = event.block_hashes, event.block_size, event.extra_keys
-    if len(event.token_ids) != len(names) * size:  # blocks that a window has passed are left out
-        yield said
+    names, size, keys = event["block_hashes"], event["block_size"], event.get("extra_keys")
+    if len(event["token_ids"]) != len(names) * size:  # a window has passed some of the blocks
+        yield event
         return
     first = 0
     for moe, run in groupby(names, labels.get):
         end = first + len(list(run))
-        yield said | {
+        yield event | {
             "block_hashes": names[first:end],
-            "parent_block_hash": names[first - 1] if first else event.parent_block_hash,
-            "token_ids": event.token_ids[first * size : end * size],
+            "parent_block_hash": names[first - 1] if first else event["parent_block_hash"],
+            "token_ids": event["token_ids"][first * size : end * size],
             "extra_keys": keys and keys[first:end],
             "moe": moe,
         }

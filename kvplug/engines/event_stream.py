@@ -18,14 +18,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.answers import AnswerServer
 from kvplug.engines.binding import Binding, answers_beside, bind_or_raise
-from kvplug.engines.life import Life, Numbered
+from kvplug.engines.life import QUEUE_FULL, SENDER_LOST, UNDECODABLE, Life, Numbered
 from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.wake import Wake
 from kvplug.events import EventBatch
@@ -37,16 +37,29 @@ STOP_LIMIT_S: Final = 1.0
 MAX_HWM: Final = 1000
 """Messages for a subscriber that does not read: what it missed it gets when it asks."""
 
+_SAID: Final = {
+    QUEUE_FULL: "the queue was full; at most %(size)d wait (max_queue_size)",
+    SENDER_LOST: "the process that sends them ended",
+    UNDECODABLE: "one cannot be read",
+}
+
 # Batches that go into one message, so that a resident set need not wait for more.
 _MAX_BATCHES: Final = 64
+
+
+class _Loss(NamedTuple):
+    """Stands in the queue for batches that never came."""
+
+    num_lost: int
+    reason: str
 
 
 class EventStream:
     """publish from the engine's thread, note and shutdown from any. `decode` runs in the sender's.
 
     Read: endpoint and answers_at (as they are now), life, and the counters num_published (batches
-    handed over), num_applied, num_sent (messages), num_dropped (the queue was full), failures by
-    cause.
+    handed over), num_applied, num_sent (messages), num_dropped (the queue was full), num_lost
+    (`lose`), failures by cause.
     """
 
     def __init__(
@@ -67,6 +80,7 @@ class EventStream:
         self._decode, self._logger = decode, logger
         self._queue: deque[object] = deque()
         self._stopping, self._is_asleep, self._num_dropped_before = False, False, 0
+        self.num_lost, self._named_losses = 0, set[str]()
         self._next_hello = time.monotonic()
         self.life = Life(about)
         with ExitStack() as undo:
@@ -94,6 +108,17 @@ class EventStream:
             self._queue.append(batch)
         if self._is_asleep:
             self._wake.set()
+
+    def lose(self, num_lost: int, reason: str) -> None:
+        """Here `num_lost` batches are missing, between those before and after this call."""
+        self.num_lost += num_lost
+        self._queue.append(_Loss(num_lost, reason))
+        self._wake.set()
+
+    def position(self) -> tuple[int, int]:
+        """How many batches are in messages, and the number of the next message."""
+        num_applied = self.num_applied
+        return num_applied, self.life.settled()[1]
 
     def note(self, **more: object) -> None:
         """Say this of the engine from now on, as fields of a WorkerHello."""
@@ -207,6 +232,8 @@ class EventStream:
     def _send_queued(self) -> None:
         if self.num_dropped != self._num_dropped_before and not self._stopping:
             self._begin_again()
+        elif self._queue and isinstance(self._queue[0], _Loss):
+            self._on_loss(self._queue.popleft())
         elif self._queue:
             for message in self._told():
                 self._send(message)
@@ -220,30 +247,37 @@ class EventStream:
 
     def _taken(self) -> Iterator[EventBatch]:
         for _ in range(min(len(self._queue), _MAX_BATCHES)):
+            if isinstance(self._queue[0], _Loss):
+                return
             batch = self._queue.popleft()
             self.num_applied += 1
             try:
                 yield self._decode(batch)
             except Exception as error:  # noqa: BLE001  # the next batch may be fine
                 self._count_failure(error)
-                yield EventBatch(events=(), skipped={"undecodable": 1})
+                yield EventBatch(events=(), skipped={UNDECODABLE: 1})
 
     def _begin_again(self) -> None:
         """Batches are lost. What is queued is from before that, and of no use either."""
-        is_first = not self._num_dropped_before
         num_queued = len(self._queue)
         for _ in range(num_queued):
             self._queue.popleft()
         num_dropped = self.num_dropped
-        self.life.begin_again(num_dropped - self._num_dropped_before + num_queued)
+        num_lost = num_dropped - self._num_dropped_before + num_queued
         self._num_dropped_before = num_dropped
+        self._on_loss(_Loss(num_lost, QUEUE_FULL))
+
+    def _on_loss(self, loss: object) -> None:
+        assert isinstance(loss, _Loss)
+        self.life.begin_again(loss.num_lost, loss.reason)
         self._send(self.life.hello())
-        if is_first:
+        if loss.reason not in self._named_losses:
+            self._named_losses.add(loss.reason)
             self._logger.warning(
-                "kvplug: batches of KV events are lost: the queue was full; expected at most %d "
-                "waiting (max_queue_size). Followers go by what they are told from now on, and "
-                "are exact again when the engine's cache is emptied or it restarts",
-                self._max_queue_size,
+                "kvplug: batches of KV events are lost: %s. Followers go by what they are told "
+                "from now on, and are exact again when the engine's cache is emptied or it "
+                "restarts",
+                _SAID.get(loss.reason, loss.reason) % {"size": self._max_queue_size},
             )
 
     def _send(self, message: Numbered) -> None:

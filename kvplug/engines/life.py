@@ -44,7 +44,10 @@ from kvplug.protocol import (
     WorkerHello,
 )
 
+# Why blocks are unknown, beside the reasons of events that cannot be used.
 QUEUE_FULL: Final = "queue_full"
+SENDER_LOST: Final = "sender_lost"
+UNDECODABLE: Final = "undecodable"
 BAD_VALUE: Final = "bad_value"
 HISTORY_BYTES: Final = 2**24
 """Of the last events, for followers that missed a few."""
@@ -104,10 +107,10 @@ class Life:
         with self._lock:
             return self._hello_to_all()
 
-    def begin_again(self, num_dropped: int) -> None:
+    def begin_again(self, num_dropped: int, reason: str = QUEUE_FULL) -> None:
         """Batches were lost: nobody knows what the engine holds, until its cache is empty."""
         with self._lock:
-            self._lose(QUEUE_FULL, num_dropped)
+            self._lose(reason, num_dropped)
 
     def _lose(self, reason: str, num_lost: int) -> None:
         self._resident.forget()
@@ -150,6 +153,11 @@ class Life:
     def position(self) -> tuple[int, int]:
         """Life and next number."""
         return self._life, self._next
+
+    def settled(self) -> tuple[int, int]:
+        """The same, once the batches are in that are being applied."""
+        with self._lock:
+            return self.position
 
     def has(self, ask: Ask) -> bool:
         """Whether it can be answered with past events."""

@@ -53,7 +53,7 @@ class Publisher:
     ) -> None:
         """`must_bind`: TransportError if an address is taken; else it is tried again."""
         endpoint, replay_endpoint = config.of_rank(dp_rank)
-        self.num_published = self.num_sent = self.num_dropped = 0
+        self.num_published = self.num_sent = self.num_dropped = self.num_lost = 0
         self.failures: Counter[str] = Counter()
         self._max_queue_size = config.max_queue_size
         self._topic = config.topic.encode()
@@ -90,6 +90,15 @@ class Publisher:
             self.num_dropped += 1
         else:
             self._queue.put((number, batch))
+
+    def lose(self, num_lost: int, reason: str) -> None:
+        """`num_lost` batches will never come; their numbers are used, so followers see it."""
+        self.num_published += num_lost
+        self.num_lost += num_lost
+
+    def position(self) -> tuple[int, int]:
+        """How many batches are sent, and the number of the next one."""
+        return self.num_sent, self.num_published
 
     def shutdown(self) -> None:
         """Send what is queued and close, in three seconds at worst; again is harmless."""

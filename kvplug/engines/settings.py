@@ -30,6 +30,7 @@ CXL_POOLS: Final = "KVPLUG_CXL_POOLS"
 TOPOLOGY: Final = "KVPLUG_TOPOLOGY"
 CURVE_KEY_FILE: Final = "KVPLUG_CURVE_KEY_FILE"
 CURVE_CLIENTS: Final = "KVPLUG_CURVE_CLIENTS"
+RECORDER: Final = "KVPLUG_RECORDER"
 
 WireName = Literal["kvplug", "vllm"]
 _POOL_DIGITS: Final = 19  # of 2**63
@@ -61,13 +62,16 @@ class PublisherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherVariables:
-    """What environment variables say: the wire, what to say of the worker, and keys."""
+    """What environment variables say: the wire, what to say of the worker, keys, and whether a
+    recorder of ours takes the place of the engine's own.
+    """
 
     wire: WireName = "kvplug"
     url: str = ""
     cxl_pools: tuple[int, ...] = ()
     topology: dict[str, str] = field(default_factory=dict)
     keys: ServerKeys | None = None
+    records: bool = True
 
 
 def read_variables(environ: Mapping[str, str] = os.environ) -> PublisherVariables:
@@ -81,6 +85,7 @@ def read_variables(environ: Mapping[str, str] = os.environ) -> PublisherVariable
         cxl_pools=_pools(environ.get(CXL_POOLS, "")),
         topology=_topology(environ.get(TOPOLOGY, "")),
         keys=_keys(environ.get(CURVE_KEY_FILE, ""), environ.get(CURVE_CLIENTS, "")),
+        records=_records(environ.get(RECORDER, "")),
     )
 
 
@@ -92,6 +97,12 @@ def _wire(said: str) -> WireName:
         expected = " or ".join(get_args(WireName))
         raise ConfigError(f"{WIRE}: expected {expected}, got {said!r}")
     return "kvplug"
+
+
+def _records(said: str) -> bool:
+    if said not in ("", "on", "off"):
+        raise ConfigError(f"{RECORDER}: expected on or off, got {said!r}")
+    return said != "off"
 
 
 def _pools(said: str) -> tuple[int, ...]:

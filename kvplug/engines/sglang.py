@@ -13,14 +13,11 @@ import atexit
 import logging
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from kvplug.engines.about_engine import about_sglang
 from kvplug.engines.binding import local_endpoint
-from kvplug.engines.opening import open_publisher
+from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import (
     PublisherConfig,
-    PublisherVariables,
     read_config,
     read_variables,
     set_log_level,
@@ -66,7 +63,7 @@ def create_publisher(
         kind = type("KvplugEventPublisher", (SglangPublisher, EventPublisher), {})
         variables = read_variables()
         about = about_sglang(attn_dp_rank, variables)
-        publisher = kind(read_config(settings, logger), attn_dp_rank, variables, about)
+        publisher = kind(read_config(settings, logger), attn_dp_rank, about)
         atexit.register(publisher.shutdown)  # SGLang itself never calls it
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
@@ -84,21 +81,15 @@ def _require_bind(bind: bool | None) -> None:
 
 
 class SglangPublisher:
-    """The methods of SGLang's EventPublisher, over a publisher of either wire."""
+    """The methods of SGLang's EventPublisher, over a sender process."""
 
     def __init__(
-        self,
-        config: PublisherConfig,
-        attn_dp_rank: int,
-        variables: PublisherVariables | None = None,
-        about: WorkerHello | None = None,
+        self, config: PublisherConfig, attn_dp_rank: int, about: WorkerHello | None = None
     ) -> None:
         self._attn_dp_rank = attn_dp_rank
         self._topic = config.topic
-        self._pack = msgspec.msgpack.Encoder()
         about = about or WorkerHello(dp_rank=attn_dp_rank)
-        variables = variables or read_variables()
-        self.publisher = open_publisher(config, about, self._encode, logger, variables)
+        self.publisher = SenderProcess(config, about, logger)
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the scheduler's thread."""
@@ -121,8 +112,3 @@ class SglangPublisher:
         }
         replay_endpoint = local_endpoint(self.publisher.answers_at or "")
         return source if replay_endpoint is None else source | {"replay_endpoint": replay_endpoint}
-
-    def _encode(self, batch: EventBatch) -> bytes:
-        if batch.attn_dp_rank is None:
-            batch.attn_dp_rank = self._attn_dp_rank
-        return self._pack.encode(batch)

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
-from kvplug.engines.connector_events import CxlStateTransition
 from kvplug.events import CxlState, EngineHash
 from kvplug.wire import Cleared, Removed, Stored, Transition
 
 _DEVICE, _POOL = "GPU", "CXL"
-_TRANSITIONS: Final = (CxlStateTransition, Transition)
 
 
 class StockPools:
@@ -36,14 +34,24 @@ class StockPools:
         return [each for event in events for each in self._translated(event)]
 
     def _translated(self, event: Any) -> Iterable[Any]:  # noqa: ANN401
-        if isinstance(event, _TRANSITIONS):
-            return self._moved(event.block_hashes, CxlState(event.new_state))
+        if isinstance(event, dict):
+            return self._of_engine(event)
+        if isinstance(event, Transition):
+            return self._moved(event.block_hashes, event.new_state)
         if isinstance(event, Stored) and event.cxl_metadata is not None:
             self._store(event, event.cxl_metadata.state)
-        elif isinstance(event, Cleared) or type(event).__name__ == "AllBlocksCleared":
-            self._clear(getattr(event, "medium", None))
+        elif isinstance(event, Cleared):
+            self._clear(event.medium)
         elif self._on_device is not None:
             self._count(event)
+        return (event,)
+
+    def _of_engine(self, event: dict[str, Any]) -> Iterable[Any]:
+        """An event as an engine wrote it."""
+        if event.get("type") == "CxlStateTransition":
+            return self._moved(event["block_hashes"], CxlState(event["new_state"]))
+        if event.get("type") == "AllBlocksCleared":
+            self._clear(None)
         return (event,)
 
     def _store(self, event: Stored, state: CxlState) -> None:

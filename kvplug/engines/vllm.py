@@ -13,20 +13,15 @@ import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type_hints
 
-import msgspec
-
 from kvplug.engines.about_engine import about_vllm, note_address
-from kvplug.engines.connector_events import with_labels
-from kvplug.engines.opening import open_publisher
+from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import (
     PublisherConfig,
-    PublisherVariables,
     read_config,
     read_variables,
     set_log_level,
     warn,
 )
-from kvplug.engines.stock_pools import StockPools
 from kvplug.protocol import WorkerHello
 
 if TYPE_CHECKING:
@@ -85,29 +80,25 @@ def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> Even
         # vLLM's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
         about = about_vllm(data_parallel_rank, variables)
-        return kind(config, data_parallel_rank, variables, about)
+        return kind(config, data_parallel_rank, about)
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
         return NullEventPublisher()
 
 
 class VllmPublisher:
-    """The methods of vLLM's EventPublisher, over a publisher of either wire."""
+    """The methods of vLLM's EventPublisher, over a sender process."""
 
     def __init__(
         self,
         config: PublisherConfig,
         data_parallel_rank: int,
-        variables: PublisherVariables | None = None,
         about: WorkerHello | None = None,
     ) -> None:
         self._data_parallel_rank = data_parallel_rank  # as vLLM's own base class has it
         self._config = config
-        self._pack = msgspec.msgpack.Encoder()
         about = about or WorkerHello(dp_rank=data_parallel_rank)
-        variables = variables or read_variables()
-        self._stock_pools = StockPools(tells_device=True) if variables.wire == "vllm" else None
-        self.publisher = open_publisher(config, about, self._encode, logger, variables)
+        self.publisher = SenderProcess(config, about, logger)
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the engine's thread."""
@@ -126,11 +117,3 @@ class VllmPublisher:
             "replay_endpoint": self.publisher.answers_at,
         }
         return KVEventsConfig(enable_kv_cache_events=True, publisher=NAME, **settings)
-
-    def _encode(self, batch: EventBatch) -> bytes:
-        if batch.data_parallel_rank is None:
-            batch.data_parallel_rank = self._data_parallel_rank
-        batch.events = with_labels(batch.events)
-        if self._stock_pools is not None:
-            batch.events = self._stock_pools.on_wire(batch.events)
-        return self._pack.encode(batch)

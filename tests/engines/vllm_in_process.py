@@ -31,6 +31,7 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from kvplug.engines.vllm import register
+from tests.engines.start_plugin.published import last_number
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
 SETTLE_LIMIT_S = 300.0  # the first batch waits until Numba has compiled, on whatever core is left
@@ -112,13 +113,7 @@ class Engine:
 
     def last(self):
         """The number of the last message; None while a batch is on its way to one."""
-        stream = getattr(self._publisher, "publisher", self._publisher)
-        if not hasattr(stream, "life"):
-            return self.num_batches - 1
-        if stream.num_applied < self.num_batches:
-            return None
-        stream.life.hello()  # waits for the batches that are being applied
-        return stream.life.position[1] - 1
+        return last_number(self._publisher, self.num_batches)
 
     def generate(self, prompts, max_tokens=4):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)

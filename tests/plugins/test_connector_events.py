@@ -30,6 +30,11 @@ def stored(*names, parent=None, **more):
     return BlockStored(list(names), parent, tokens, **more)
 
 
+def encoded(*events):
+    """As they come out of an engine."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(events))
+
+
 def decoded(*events):
     return codec.decode(msgspec.msgpack.encode((0.0, events, 0)))
 
@@ -63,7 +68,7 @@ def test_labels_go_to_the_blocks_that_are_stored_with_them():
         stored(4),
         BlockLabels([2, 3, 77], EXPERT),
     ]
-    first, rest, other = decoded(*with_labels(events)).events
+    first, rest, other = decoded(*with_labels(encoded(*events))).events
     assert (first.block_hashes, first.parent, first.token_ids) == ((1,), 9, (0, 1, 2, 3))
     assert (rest.block_hashes, rest.parent, rest.token_ids) == ((2, 3), 1, tuple(range(4, 12)))
     assert [first.moe, rest.moe, other.moe] == [None, EXPERT, None]
@@ -71,20 +76,21 @@ def test_labels_go_to_the_blocks_that_are_stored_with_them():
 
 def test_nothing_else_of_a_labelled_event_is_lost():
     event = stored(1, 2, extra_keys=[("salt",), None], session_id="s")
-    [labelled] = with_labels([event, BlockLabels([1, 2], EXPERT)])
-    assert labelled == {"type": "BlockStored", **msgspec.structs.asdict(event), "moe": EXPERT}
+    [said] = encoded(event)
+    [labelled] = with_labels(encoded(event, BlockLabels([1, 2], EXPERT)))
+    assert labelled == said | {"moe": EXPERT}
     [read] = decoded(labelled).events
     assert (read.namespace, read.moe) == (Namespace(salt="salt"), EXPERT)
 
 
 def test_an_event_that_leaves_out_blocks_is_not_divided():
     event = BlockStored([1], None, list(range(8)))
-    [said] = with_labels([event, BlockLabels([1], EXPERT)])
+    [said] = with_labels(encoded(event, BlockLabels([1], EXPERT)))
     assert "moe" not in said
 
 
 def test_events_without_labels_are_untouched():
-    events = [stored(1), CxlStateTransition([1], "in_transit")]
+    events = encoded(stored(1), CxlStateTransition([1], "in_transit"))
     assert with_labels(events) is events
 
 
@@ -94,7 +100,7 @@ def media(events):
 
 
 def on_stock_wire(pools, state, *names):
-    return media(pools.on_wire([CxlStateTransition(names, state)]))
+    return media(pools.on_wire(encoded(CxlStateTransition(names, state))))
 
 
 def test_of_a_connector_the_stock_wire_tells_what_the_pool_has():

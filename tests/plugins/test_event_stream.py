@@ -5,8 +5,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -18,7 +16,6 @@ from kvplug import protocol
 from kvplug.engines import answers, event_stream
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.settings import PublisherConfig
-from kvplug.engines.vllm import VllmPublisher
 from kvplug.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -29,7 +26,7 @@ from kvplug.events import (
 from kvplug.hashing import as_hashes
 from kvplug.index.block_copies import copies_of
 from kvplug.protocol import Events, Hello, Resident, WorkerHello
-from tests.plugins.stock_client import clear, engine_batch, wait_until
+from tests.plugins.stock_client import wait_until
 from tests.plugins.stream_client import RANK, StreamClient
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -148,23 +145,6 @@ def test_no_tokens_salts_or_adapter_hashes_of_tokens_are_on_the_wire(client):
     assert b"pepper" not in said
     for token, order in itertools.product(tokens, ("big", "little")):
         assert token.to_bytes(4, order) not in said
-
-
-def test_batches_of_vllm_mean_what_they_mean_on_the_stock_wire(client, monkeypatch):
-    monkeypatch.setenv("KVPLUG_WIRE", "kvplug")
-    shell = VllmPublisher(PublisherConfig(endpoint=LOOPBACK), 0)
-    try:
-        client.join(shell.publisher.endpoint)
-        client.catch_up(shell.publisher.answers_at)
-        shell.publish(engine_batch(100))
-        follow_all(client, shell.publisher)
-        assert client.names() == {100}
-        assert client.about.block_size == 4
-        shell.publish(clear())
-        follow_all(client, shell.publisher)
-        assert client.names() == set()
-    finally:
-        shell.shutdown()
 
 
 def test_what_depends_on_a_hello_comes_behind_it(client):
@@ -418,20 +398,6 @@ def test_shutdown_does_not_wait_for_a_stalled_sender():
     stalled.let_go.set()
     stalled.stream._sender.join(10)
     stalled.stream._context.term()
-
-
-def test_a_process_that_never_shuts_down_ends():
-    program = """
-from kvplug.engines.vllm import VllmPublisher
-from kvplug.engines.settings import PublisherConfig
-shell = VllmPublisher(PublisherConfig(endpoint="tcp://127.0.0.1:0"), 0)
-shell.publish(None)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 0
-    assert "Traceback" not in run.stderr
 
 
 def test_many_threads_may_publish(client):

@@ -51,7 +51,7 @@ def test_the_local_source_names_the_port_that_is_bound(publish):
         "endpoint": f"tcp://127.0.0.1:{port}",
         "topic": "kv@a",
         "block_size": 32,
-        "replay_endpoint": publisher.publisher.replay_endpoint,
+        "replay_endpoint": publisher.publisher.answers_at,
     }
 
 

@@ -39,8 +39,10 @@ def test_all_that_can_be_said():
             "KVPLUG_WORKER_URL": "http://a:8000",
             "KVPLUG_CXL_POOLS": "1, 2",
             "KVPLUG_TOPOLOGY": "zone=a, host=b",
+            "KVPLUG_RECORDER": "off",
         }
     )
+    assert not said.records
     assert (said.wire, said.url, said.cxl_pools) == ("vllm", "http://a:8000", (1, 2))
     assert said.topology == {"zone": "a", "host": "b"}
 
@@ -49,6 +51,7 @@ def test_all_that_can_be_said():
     ("name", "value"),
     [
         ("KVPLUG_WIRE", "nats"),
+        ("KVPLUG_RECORDER", "no"),
         ("KVPLUG_CXL_POOLS", "1,x"),
         ("KVPLUG_CXL_POOLS", "-1"),
         ("KVPLUG_TOPOLOGY", "zone"),

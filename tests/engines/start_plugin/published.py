@@ -7,6 +7,10 @@ def last_number(publisher, num_batches):
     A stock publisher sends each batch as a message. kvplug's plug-in puts several into one.
     """
     stream = getattr(publisher, "publisher", publisher)
+    if hasattr(stream, "counters"):
+        counters = stream.counters
+        done = min(counters.num_received, counters.num_applied)
+        return None if done < num_batches else counters.next - 1
     if not hasattr(stream, "life"):
         return num_batches - 1
     if stream.num_applied < num_batches:
