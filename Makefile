@@ -124,8 +124,8 @@ test: $(READY)  ## everything, real engines included
 	@$(MAKE) --no-print-directory test-engines
 
 .PHONY: bench-engine
-bench-engine: $(READY)  ## what publishing KV events costs vLLM's scheduler; minutes
-	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.engine_step
+bench-engine: $(READY)  ## what publishing KV events costs the schedulers of vLLM and SGLang; minutes; bench-results/engine.json
+	$(BIN)/python -m tests.benchmarks.engine
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
 .PHONY: chaos

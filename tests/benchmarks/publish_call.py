@@ -1,8 +1,7 @@
 """What one publish() takes from the engine's thread, and how fast batches leave: stock zmq, and
 kvplug on either wire.
 
-usage: make bench-engine, or in vLLM's environment:
-       python -m tests.benchmarks.publish_call MODEL_DIR     (the model is not used)
+usage: python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
 Bursts of batches of 16 blocks, faster than any engine makes them, one publisher after the other in
 each round; nobody subscribes.
@@ -23,7 +22,6 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from kvplug.engines.event_stream import EventStream
 from kvplug.engines.vllm import register
 
 NUM_BLOCKS, BLOCK_SIZE, BURST, NUM_ROUNDS = 16, 16, 5000, 15
@@ -47,8 +45,7 @@ def everything_is_sent(publisher):
     if isinstance(publisher, ZmqEventPublisher):
         return publisher._event_queue.unfinished_tasks == 0
     ours = publisher.publisher
-    done = ours.num_applied if isinstance(ours, EventStream) else ours.num_sent
-    return done == ours.num_published
+    return ours.counters.num_applied + ours.num_dropped == ours.num_published
 
 
 def burst(publisher):

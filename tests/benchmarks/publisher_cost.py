@@ -1,4 +1,5 @@
-"""What the publisher of our own wire takes: python -m tests.benchmarks.publisher_cost
+"""What the sender process of our own wire takes, and what is left to the engine's thread:
+python -m tests.benchmarks.publisher_cost
 
 CPU time of one thread, the least of several rounds: other work on the machine counts little.
 Batches are vLLM's, of 16 blocks each; every block is new, and is removed at the end.
@@ -13,10 +14,11 @@ import msgspec
 
 from kvplug import codec
 from kvplug.engines.block_hashes import BlockHashes
-from kvplug.engines.event_stream import EventStream
 from kvplug.engines.life import Life
 from kvplug.engines.listing import packed_parts
 from kvplug.engines.resident_set import ResidentSet
+from kvplug.engines.sender_messages import decode, to_sender
+from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import PublisherConfig
 from kvplug.events import BlockRemoved, BlockStored, EventBatch, Namespace
 from kvplug.protocol import MAX_PACKED_BYTES, WorkerHello
@@ -47,18 +49,23 @@ def per_block(call, setup=lambda: None):
     return least / NUM_EVENTS / NUM_BLOCKS * 1e6
 
 
+def read(message):
+    content = decode(message).content
+    return codec.decode(msgspec.msgpack.encode((content.ts, content.events, 0)))
+
+
 def sender(block_size):
     events = [stored(number, block_size) for number in range(NUM_EVENTS)]
     batches = [EngineBatch(0.0, [to_wire(event)]) for event in events]
+    messages = [to_sender.encode(numbered) for numbered in enumerate(batches)]
     removals = [
         EventBatch(events=(BlockRemoved(block_hashes=event.block_hashes),)) for event in events
     ]
-    encode = msgspec.msgpack.Encoder().encode
     hashes = BlockHashes(block_size)
 
     def apply(life):
-        for batch in batches:
-            life.apply((codec.decode(encode(batch)),))
+        for message in messages:
+            life.apply((read(message),))
 
     def remove(life):
         for batch in removals:
@@ -70,26 +77,20 @@ def sender(block_size):
         return life
 
     yield "hash", per_block(lambda _: [hashes.sequence_hashes(e.token_ids) for e in events])
-    yield "read", per_block(lambda _: [codec.decode(encode(batch)) for batch in batches])
+    yield "read", per_block(lambda _: [read(message) for message in messages])
     yield "all of a stored block", per_block(apply, lambda: Life(WorkerHello()))
     yield "all of a removed one", per_block(remove, full_life)
 
 
-def publish_call():
-    """us of one publish() on the engine's thread: in a burst, and when the sender sleeps."""
+def publish_call(num_tokens):
+    """us of one publish() of 16 blocks on the engine's thread."""
     config = PublisherConfig(endpoint="tcp://127.0.0.1:0", max_queue_size=0)
-    stream = EventStream(config, WorkerHello(), lambda batch: batch, logging.getLogger("bench"))
-    batch = EventBatch(events=())
-    timer = timeit.Timer(lambda: stream.publish(batch), timer=time.thread_time)
+    process = SenderProcess(config, WorkerHello(), logging.getLogger("bench"))
+    batch = EngineBatch(0.0, [to_wire(stored(0, num_tokens))])
+    timer = timeit.Timer(lambda: process.publish(batch), timer=time.thread_time)
     burst = min(timer.repeat(NUM_ROUNDS, NUM_CALLS)) / NUM_CALLS * 1e6
-    pause, waking = time.sleep, []
-    for _ in range(200):
-        pause(0.001)
-        started = time.thread_time()
-        stream.publish(batch)
-        waking.append(time.thread_time() - started)
-    stream.shutdown()
-    return burst, sorted(waking)[100] * 1e6
+    process.shutdown()
+    return burst
 
 
 def listing(num_blocks):
@@ -108,8 +109,7 @@ def main():
     for block_size in (16, 32):
         for name, microseconds in sender(block_size):
             write(f"blocks of {block_size} tokens, {name}: {microseconds:.2f} us per block\n")
-    burst, waking = publish_call()
-    write(f"publish(): {burst:.2f} us in a burst, {waking:.2f} us when the sender sleeps\n")
+        write(f"publish() of 16 of them: {publish_call(block_size):.2f} us\n")
     for num_blocks in (10_000, 100_000, 1_000_000):
         copied, packed, megabytes = listing(num_blocks)
         write(
