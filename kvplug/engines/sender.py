@@ -247,8 +247,10 @@ def expander(context: dict[str, Any]) -> Expand:
 
 def main() -> None:
     """Publish for the engine that started this process."""
-    # A terminal's Ctrl-C is for the engine, whose end is ours.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal, and what systemd sends to a whole group, are for the engine, whose end
+    # is ours.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     reports = Reports(os.dup(sys.stdout.fileno()))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logger = logging.getLogger("kvplug.sender")
