@@ -162,6 +162,7 @@ _FIX = {
     "unsupported_version": "install the same release of kvplug in the engine and the router",
     "hash_scheme": "install the same release of kvplug in the engine and the router",
     "queue_full": "none, it is exact again when the engine's cache is reset",
+    "sender_lost": "none, it is exact again when the engine's cache is reset",
 }
 
 
