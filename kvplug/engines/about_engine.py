@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvplug._version import __version__
 from kvplug.engines.settings import PublisherVariables
@@ -101,6 +101,11 @@ def tokenizer_of(folder: str) -> str:
     """The first 16 hex digits of the SHA-256 of tokenizer.json in a folder, "" without one."""
     file = Path(folder) / "tokenizer.json"
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if folder and file.is_file() else ""
+
+
+def vllm_scheduler() -> Any:  # noqa: ANN401
+    """The scheduler of vLLM that is being made by this thread, None if there is none."""
+    return _first(_owners_of("update_from_output"))
 
 
 class _Path:

@@ -25,7 +25,14 @@ import zmq
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.answers import AnswerServer
 from kvplug.engines.binding import Binding, answers_beside, bind_or_raise
-from kvplug.engines.life import QUEUE_FULL, SENDER_LOST, UNDECODABLE, Life, Numbered
+from kvplug.engines.life import (
+    QUEUE_FULL,
+    RECORDER_FAILED,
+    SENDER_LOST,
+    UNDECODABLE,
+    Life,
+    Numbered,
+)
 from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.wake import Wake
 from kvplug.events import EventBatch
@@ -40,6 +47,7 @@ MAX_HWM: Final = 1000
 _SAID: Final = {
     QUEUE_FULL: "the queue was full; at most %(size)d wait (max_queue_size)",
     SENDER_LOST: "the process that sends them ended",
+    RECORDER_FAILED: "the recorder of the engine failed",
     UNDECODABLE: "one cannot be read",
 }
 

@@ -47,6 +47,7 @@ from kvplug.protocol import (
 # Why blocks are unknown, beside the reasons of events that cannot be used.
 QUEUE_FULL: Final = "queue_full"
 SENDER_LOST: Final = "sender_lost"
+RECORDER_FAILED: Final = "recorder_failed"
 UNDECODABLE: Final = "undecodable"
 BAD_VALUE: Final = "bad_value"
 HISTORY_BYTES: Final = 2**24

@@ -47,6 +47,7 @@ from kvplug.engines.sender_messages import (
 )
 from kvplug.engines.settings import PublisherVariables, read_variables, without_open_socket
 from kvplug.engines.stock_pools import StockPools
+from kvplug.engines.vllm_notes import Expander
 from kvplug.errors import KvplugError
 
 Expand = Callable[[list[Any]], list[Any]]
@@ -242,7 +243,7 @@ def open_publisher(
 
 def expander(context: dict[str, Any]) -> Expand:
     """What makes stock events of a recorder's notes."""
-    return list
+    return Expander(context).expand if context.get("recorder") == "vllm" else list
 
 
 def main() -> None:

@@ -10,18 +10,23 @@ Where the config is made before vLLM loads its plug-ins, as in `LLM(kv_events_co
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Final, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
 
-from kvplug.engines.about_engine import about_vllm, note_address
+from kvplug.engines.about_engine import about_vllm, note_address, vllm_scheduler
+from kvplug.engines.life import RECORDER_FAILED
 from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import (
     PublisherConfig,
+    PublisherVariables,
     read_config,
     read_variables,
     set_log_level,
     warn,
 )
+from kvplug.engines.vllm_guard import refusal
+from kvplug.engines.vllm_recorder import Recorder, context_of, objection
 from kvplug.protocol import WorkerHello
 
 if TYPE_CHECKING:
@@ -32,6 +37,8 @@ NAME: Final = "kvplug"
 
 # Below vLLM's own logger, so that its handler and its format apply.
 logger = logging.getLogger("vllm.kvplug")
+
+_NOT_RECORDED: Final = "KV events are made by vLLM's own code, which takes longer"
 
 
 def register() -> None:
@@ -80,10 +87,20 @@ def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> Even
         # vLLM's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
         about = about_vllm(data_parallel_rank, variables)
-        return kind(config, data_parallel_rank, about)
+        return kind(config, data_parallel_rank, about, _scheduler_to_record(variables))
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
         return NullEventPublisher()
+
+
+def _scheduler_to_record(variables: PublisherVariables) -> Any:  # noqa: ANN401
+    """The scheduler that makes the publisher; None if its events are to be vLLM's own."""
+    if not variables.records or (scheduler := vllm_scheduler()) is None:
+        return None
+    if reason := refusal():
+        logger.warning("kvplug: %s: %s", _NOT_RECORDED, reason)
+        return None
+    return scheduler
 
 
 class VllmPublisher:
@@ -94,19 +111,48 @@ class VllmPublisher:
         config: PublisherConfig,
         data_parallel_rank: int,
         about: WorkerHello | None = None,
+        scheduler: Any = None,  # noqa: ANN401  # vLLM's, if it is to be recorded
     ) -> None:
         self._data_parallel_rank = data_parallel_rank  # as vLLM's own base class has it
         self._config = config
         about = about or WorkerHello(dp_rank=data_parallel_rank)
         self.publisher = SenderProcess(config, about, logger)
+        self.recorder: Recorder | None = None
+        self._scheduler = scheduler
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the engine's thread."""
         self.publisher.publish(events)
+        if self._scheduler is not None:
+            self._record()
 
     def shutdown(self) -> None:
         """Send what is queued and close; vLLM seldom calls it: `vllm serve` is killed instead."""
         self.publisher.shutdown()
+
+    def _record(self) -> None:
+        """From now on: the scheduler has taken the first step's events, and no block is between
+        two states.
+        """
+        scheduler, self._scheduler = self._scheduler, None
+        try:
+            manager = scheduler.kv_cache_manager
+            if reason := objection(manager):
+                logger.warning("kvplug: %s: %s", _NOT_RECORDED, reason)
+                return
+            self.publisher.tell_recorder(context_of(manager))
+            self.recorder = Recorder(manager, self._publish_now, self._go_on_without)
+        except Exception as error:  # noqa: BLE001  # vLLM's insides may have changed in any way
+            warn(logger, _NOT_RECORDED, error)
+
+    def _publish_now(self, notes: list[Any]) -> None:
+        from vllm.distributed.kv_events import KVEventBatch
+
+        self.publish(KVEventBatch(ts=time.time(), events=notes))
+
+    def _go_on_without(self, error: Exception) -> None:
+        self.publisher.lose(1, RECORDER_FAILED)
+        warn(logger, f"blocks are unknown, and from now on {_NOT_RECORDED}", error)
 
     def get_publisher_config(self) -> KVEventsConfig:
         """Where this rank really publishes, for GET /kv_event_sources."""

@@ -34,6 +34,7 @@ from kvplug.engines.vllm import register
 from tests.engines.start_plugin.published import last_number
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
+NOTED_AS = {bytes: "BlockRemoved", tuple: "BlockStored"}  # by the recorder
 SETTLE_LIMIT_S = 300.0  # the first batch waits until Numba has compiled, on whatever core is left
 
 
@@ -98,26 +99,28 @@ class Engine:
         )
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.pool = scheduler.kv_cache_manager.block_pool
-        self.num_batches, self.num_events, self.most_copies = 0, {}, 1
-        self._publisher = scheduler.kv_event_publisher
-        self._publish = self._publisher.publish
+        self.num_batches, self.num_events, self.most_copies, self.outputs = 0, {}, 1, []
+        self.publisher = scheduler.kv_event_publisher
+        self._publish = self.publisher.publish
         scheduler.kv_event_publisher.publish = self._count_and_publish
 
     def _count_and_publish(self, batch):
         self.num_batches += 1
         for event in batch.events:
-            kind = type(event).__name__
+            kind = NOTED_AS.get(type(event), type(event).__name__)
             self.num_events[kind] = self.num_events.get(kind, 0) + 1
         self.most_copies = max(self.most_copies, self._most_copies())
         self._publish(batch)
 
     def last(self):
         """The number of the last message; None while a batch is on its way to one."""
-        return last_number(self._publisher, self.num_batches)
+        return last_number(self.publisher, self.num_batches)
 
     def generate(self, prompts, max_tokens=4):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
-        return self.llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        self.outputs += [list(each.outputs[0].token_ids) for each in outputs]
+        return outputs
 
     def cached_blocks(self):
         """What the engine's pool has, under the ids that its events use."""
@@ -199,6 +202,8 @@ def main(model_dir, port, publisher, result_path):
         "incomplete": follower.trust.reason,
         "skipped": dict(follower.skipped),
         "predictions": pairs,
+        "is_recorded": getattr(engine.publisher, "recorder", None) is not None,
+        "outputs": engine.outputs,
     }
     Path(result_path).write_text(json.dumps(result))
 
