@@ -124,17 +124,18 @@ class VllmPublisher:
         """Hand over the events of one step; called on the engine's thread."""
         self.publisher.publish(events)
         if self._scheduler is not None:
-            self._record()
+            # The step's events are taken, and no block is between two states.
+            scheduler, self._scheduler = self._scheduler, None
+            self.record(scheduler)
 
     def shutdown(self) -> None:
         """Send what is queued and close; vLLM seldom calls it: `vllm serve` is killed instead."""
         self.publisher.shutdown()
 
-    def _record(self) -> None:
-        """From now on: the scheduler has taken the first step's events, and no block is between
-        two states.
+    def record(self, scheduler: Any) -> None:  # noqa: ANN401
+        """Record this scheduler's blocks between two of its steps, if they can be; does not raise.
+        `recorder.detach` ends it.
         """
-        scheduler, self._scheduler = self._scheduler, None
         try:
             manager = scheduler.kv_cache_manager
             if reason := objection(manager):
