@@ -163,6 +163,7 @@ _FIX = {
     "hash_scheme": "install the same release of kvplug in the engine and the router",
     "queue_full": "none, it is exact again when the engine's cache is reset",
     "sender_lost": "none, it is exact again when the engine's cache is reset",
+    "recorder_failed": "none, it is exact again when the engine's cache is reset; please report it",
 }
 
 

@@ -32,12 +32,12 @@ class WorkloadInVllm(Program):
         return json.loads(self._result.read_text())
 
 
-def published_by(publisher):
-    recipe = Recipe(publisher, lambda folder: WorkloadInVllm(publisher, folder))
-    return pytest.param(recipe, id=publisher, marks=uses(recipe))
+STOCK = Recipe("zmq", lambda folder: WorkloadInVllm("zmq", folder))
+RECORDED = Recipe("kvplug", lambda folder: WorkloadInVllm("kvplug", folder))
+PUBLISHERS = [pytest.param(each, id=each.name, marks=uses(each)) for each in (STOCK, RECORDED)]
 
 
-@pytest.fixture(scope="module", params=[published_by("zmq"), published_by("kvplug")])
+@pytest.fixture(scope="module", params=PUBLISHERS)
 def result(request, engine_pool):
     return engine_pool.get(request.param).result()
 
@@ -63,3 +63,11 @@ def test_predicted_cached_tokens_are_what_the_engine_reports(result):
 
 def test_it_ran_with_the_numba_that_vllm_pins(result):
     assert (result["vllm"], result["numba"]) == ("0.32.0", "0.65.0")
+
+
+@uses(STOCK, RECORDED)
+def test_recorded_it_does_what_it_does_without(engines):
+    stock, recorded = (each.result() for each in engines)
+    assert (stock["is_recorded"], recorded["is_recorded"]) == (False, True)
+    for name in ("outputs", "predictions", "num_events", "num_in_engine"):
+        assert recorded[name] == stock[name]

@@ -5,7 +5,8 @@ usage: python -m tests.engines.vllm_recorded_pools RESULT.json
 Two KVCacheManagers get the same requests: one makes vLLM's events, the other is recorded. A batch
 is what a step publishes; its encoded bytes must be the same.
 
-Out: {"vllm": version, "guard": refusal, "workloads": {name: {"batches", "events", "difference"}}}
+Out: {"vllm": version, "guard": refusal, "workloads": {name: {"batches", "events", "difference"}}},
+events by kind: stored, removed, cleared.
 """
 
 import json
@@ -387,9 +388,10 @@ def run(workload, groups):
     pair = Pair(list(groups))
     workload(pair)
     pair.step()
+    events = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
     return {
         "batches": pair.num_batches,
-        "events": pair.events,
+        "events": [pair.events[name] for name in events],
         "difference": (pair.differences or [""])[0],
     }
 
