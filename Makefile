@@ -63,6 +63,11 @@ test-kernels: $(READY)  ## the kernels compiled on numba 0.65.0, and on the newe
 test-engines: $(READY)  ## real vLLM: in process, served, killed and restarted; real SGLang, served
 	$(BIN)/pytest -q -m engine --durations 10
 
+.PHONY: test-releases
+test-releases: RELEASES ?= 0.28.0 0.30.0 0.31.0 0.32.0
+test-releases: $(READY)  ## the recorder's events beside vLLM's own in each release that it knows; RELEASES=... (3.4 GB each)
+	KVPLUG_TEST_VLLM='$(RELEASES)' $(BIN)/pytest -q tests/engines/test_vllm_recorder.py --durations 5
+
 .PHONY: bench-router
 bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json
 	$(BIN)/python -m tests.benchmarks.router $(if $(ONLY),--only $(ONLY))
