@@ -7,7 +7,8 @@ One engine, in this process. Each round runs every mode once, in random order, o
 has seen; between modes the scheduler's publisher is exchanged, and the block pool's event switch or
 kvplug's recorder. A block is stored and another one evicted.
 Timed are Scheduler.schedule and Scheduler.update_from_output, which is where events are made and
-published: CPU time of the engine's thread, as other work on the machine would be in any other. Rates say nothing here: a tiny model on a CPU is slower than its scheduler.
+published: CPU time of the engine's thread, which other work on the machine does not lengthen.
+Rates say nothing here: a tiny model on a CPU is slower than its scheduler.
 """
 
 import json

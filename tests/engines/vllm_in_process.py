@@ -31,10 +31,9 @@ from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from kvplug.engines.vllm import register
-from tests.engines.start_plugin.published import last_number
+from tests.engines.start_plugin.published import kind_of, last_number
 
 BLOCK_SIZE, NUM_BLOCKS = 32, 64
-NOTED_AS = {bytes: "BlockRemoved", tuple: "BlockStored"}  # by the recorder
 SETTLE_LIMIT_S = 300.0  # the first batch waits until Numba has compiled, on whatever core is left
 
 
@@ -107,7 +106,7 @@ class Engine:
     def _count_and_publish(self, batch):
         self.num_batches += 1
         for event in batch.events:
-            kind = NOTED_AS.get(type(event), type(event).__name__)
+            kind = kind_of(event)
             self.num_events[kind] = self.num_events.get(kind, 0) + 1
         self.most_copies = max(self.most_copies, self._most_copies())
         self._publish(batch)

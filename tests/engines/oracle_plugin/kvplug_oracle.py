@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from published import last_number
+from published import kind_of, last_number
 
 
 def register():
@@ -56,7 +56,7 @@ class Oracle:
     def _count_and_publish(self, batch):
         self._num_batches += 1
         for event in batch.events:
-            kind = type(event).__name__
+            kind = kind_of(event)
             self._num_events[kind] = self._num_events.get(kind, 0) + 1
         copies = (len(b) for b in self._cache().values() if isinstance(b, dict))
         self._most_copies = max(self._most_copies, *copies, 1)

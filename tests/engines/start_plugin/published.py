@@ -1,4 +1,6 @@
-"""Which message of an engine's stream is the last one."""
+"""What an engine publishes: of what kind, and which message of its stream is the last one."""
+
+_NOTED_AS = {"bytes": "BlockRemoved", "tuple": "BlockStored"}
 
 
 def last_number(publisher, num_batches):
@@ -17,3 +19,9 @@ def last_number(publisher, num_batches):
         return None
     stream.life.hello()  # waits for the batches that are being applied
     return stream.life.position[1] - 1
+
+
+def kind_of(event):
+    """Of a vLLM event, or of a note of the recorder in its place."""
+    name = type(event).__name__
+    return _NOTED_AS.get(name, name)
