@@ -78,6 +78,13 @@ class Namespace(msgspec.Struct, frozen=True):
     salt: str = ""
 
 
+def salt_with_extra_key(salt: str, extra_key: str) -> str:
+    """The salt of a namespace that also has SGLang's extra_key, which is kept apart from all salts
+    that a client can send; `salt` itself without an extra_key.
+    """
+    return f"\0extra_key\0{extra_key}\0{salt}" if extra_key else salt
+
+
 class MoeLabel(msgspec.Struct, frozen=True):
     """The expert that a stored block belongs to in a mixture-of-experts model."""
 
