@@ -83,7 +83,8 @@ class WorkerHello(Struct, frozen=True, kw_only=True, omit_defaults=True):
     what it is part of ({"zone": "a"}); cxl_pools: that it can read; answers_at: the endpoint that
     takes asks, with `*` for the host if it is bound to all addresses; defects: by reason, how much
     the publisher could not use since the cache was last empty, so that blocks are missing;
-    hides_states: whether the model has windows or states of which the engine says nothing.
+    hides_states: whether the model has windows or states of which the engine says nothing;
+    names_extra_keys: whether blocks of requests with an extra_key have a namespace of their own.
     """
 
     engine: str = ""
@@ -105,6 +106,7 @@ class WorkerHello(Struct, frozen=True, kw_only=True, omit_defaults=True):
     answers_at: str | None = None
     defects: dict[str, int] = {}
     hides_states: bool = False
+    names_extra_keys: bool = False
 
 
 class Hello(Struct, frozen=True):

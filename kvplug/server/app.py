@@ -80,6 +80,7 @@ class Api:
             is_chat=is_chat,
             size=len(raw),
             digests=self._fleet.tokenizers_of(model),
+            names_extra_keys=self._fleet.names_extra_keys(model),
         )
         forward = Forward(
             model=model,

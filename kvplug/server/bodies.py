@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvplug.api_errors import ApiError
-from kvplug.events import Namespace
+from kvplug.events import Namespace, salt_with_extra_key
 from kvplug.kernels.json_items import INCOMPLETE, WORDS_PER_ITEM, find_items
 from kvplug.router.options import MAX_TOKENS
 
@@ -110,13 +110,11 @@ def namespace_of(body: Body, lora_name: str = "") -> Namespace:
     """What separates its blocks from those of others with equal tokens, as events name it.
 
     A batch of prompts is represented by its first one. vLLM and SGLang keep requests apart by LoRA
-    adapter and by `cache_salt`. SGLang also knows `extra_key`, which its events (0.5.23) leave
-    out in either format: what such a request finds cached cannot be known, so it gets a namespace
-    that no event is in. Where its like went is still known from the routing itself.
+    adapter and by `cache_salt`. SGLang also knows `extra_key`. Its own events (0.5.23) leave it out
+    in either format, so such a request gets a namespace that none of them is in; the events of
+    kvplug's plug-in are. Where its like went is known from the routing itself in any case.
     """
-    salt, extra_key = _text(body, "cache_salt"), _text(body, "extra_key")
-    if extra_key:
-        salt = f"\0extra_key\0{extra_key}\0{salt}"
+    salt = salt_with_extra_key(_text(body, "cache_salt"), _text(body, "extra_key"))
     return Namespace(lora_name=lora_name, salt=salt)
 
 

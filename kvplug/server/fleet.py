@@ -57,9 +57,10 @@ class Worker:
     url: of its API; None until its publisher says it, if it was named by its event endpoint;
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
     name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
-    from, of former adapters, too; tokenizer: the digest that its hello said last; root: where
-    it loaded its tokenizer from, if /v1/models does not say it; num_times_up: how often it came up,
-    as each time it may be another engine; num_failed_looks: since it last answered one.
+    from, of former adapters, too; tokenizer: the digest that its hello said last;
+    names_extra_keys: as its hello said last; root: where it loaded its tokenizer from, if
+    /v1/models does not say it; num_times_up: how often it came up, as each time it may be another
+    engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
@@ -69,6 +70,7 @@ class Worker:
     models: dict[str, Served] = field(default_factory=dict)
     lora_paths: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""
+    names_extra_keys: bool = False
     root: str = ""
     num_times_up: int = 0
     num_failed_looks: int = 0
@@ -188,6 +190,10 @@ class Fleet:
         """The digests of the tokenizers that those workers have, as far as they say so."""
         return self._tokenizers.get(model, frozenset())
 
+    def names_extra_keys(self, model: str) -> bool:
+        """Whether all those workers say of which extra_key their blocks are."""
+        return model in self._named_extra_keys
+
     def block_size_of(self, worker: Worker) -> int | None:
         """Tokens per block; None while neither a flag nor an event said it."""
         return self._router.fleet_index.block_size_of(worker.name)
@@ -204,10 +210,10 @@ class Fleet:
         if was_up:
             self._note_models()
 
-    def _note_tokenizer(self, worker: Worker) -> None:
-        said = worker.about.tokenizer if worker.about is not None else ""
-        if said != worker.tokenizer:
-            worker.tokenizer = said
+    def _note_said(self, worker: Worker) -> None:
+        said = worker.about or WorkerHello()
+        if (said.tokenizer, said.names_extra_keys) != (worker.tokenizer, worker.names_extra_keys):
+            worker.tokenizer, worker.names_extra_keys = said.tokenizer, said.names_extra_keys
             self._note_models()
 
     def _note_models(self) -> None:
@@ -219,6 +225,11 @@ class Fleet:
         said = {model: self._table.workers(model) & digests.keys() for model in self._table.known}
         self._tokenizers = {
             model: frozenset(digests[name] for name in names) for model, names in said.items()
+        }
+        self._named_extra_keys = {
+            model
+            for model in self._table.known
+            if all(self.workers[name].names_extra_keys for name in self._table.workers(model))
         }
 
     async def _watch(self, worker: Worker) -> None:
@@ -239,7 +250,7 @@ class Fleet:
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0
-        self._note_tokenizer(worker)
+        self._note_said(worker)
         if models != worker.models:
             worker.models = models
             self._note_models()

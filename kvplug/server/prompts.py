@@ -46,8 +46,8 @@ _WHY = {
     "so its token ids would be wrong; give --tokenizer the folder of the model that they serve",
     Reason.MULTIMODAL: "an engine puts tokens and hashes of its own where a picture or a sound is",
     Reason.PROMPT_EMBEDS: "the hash of embeddings is the engine's own",
-    Reason.EXTRA_KEY: "SGLang's events do not say extra_key; what these requests cache may be "
-    "taken for blocks without one, so use cache_salt instead",
+    Reason.EXTRA_KEY: "SGLang's own events do not say extra_key; what these requests cache may be "
+    "taken for blocks without one, so use kvplug's plug-in or cache_salt",
 }
 
 
@@ -78,13 +78,15 @@ class Prompts:
         is_chat: bool,
         size: int,
         digests: Collection[str] = (),
+        names_extra_keys: bool = False,
     ) -> Tokens | None:
         """`root` is where the engine loaded the model from, `size` the length of the body;
-        `digests`: of the tokenizers that the engines of the model have, as far as they say so.
+        `digests`: of the tokenizers that the engines of the model have, as far as they say so;
+        `names_extra_keys`: whether they all say of which extra_key their blocks are.
 
         A batch of prompts is represented by its first one.
         """
-        if has_extra_key(body):
+        if has_extra_key(body) and not names_extra_keys:
             self._note(Reason.EXTRA_KEY)  # its tokens still count as load
         if (reason := _unreadable(body)) is not None:
             self._note(reason)

@@ -193,6 +193,7 @@ class Diagnosis:
             fix=state.fix or "",
             can_replay=follower.can_replay or worker.sources[rank.dp_rank].events is None,
             answers=follower.about is not None and follower.about.answers_at is not None,
+            names_extra_keys=follower.about is not None and follower.about.names_extra_keys,
             num_messages=follower.num_messages,
             num_stored=follower.num_stored,
             skipped=self._skips.of(str(rank), follower.skipped.copy(), time.monotonic()),

@@ -190,6 +190,8 @@ def _replay_off(view: WorkerView) -> Found:
 
 
 def _event_format(view: WorkerView) -> Found:
+    if view.stream is not None and view.stream.names_extra_keys:
+        return
     if view.facts.publishes and view.facts.event_format not in (None, "dynamo"):
         seen = f"{view.facts.event_format}, which gives equal names to blocks of different keys"
         fix = 'add "format": "dynamo" to the engine\'s --kv-events-config'

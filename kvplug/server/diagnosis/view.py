@@ -19,7 +19,7 @@ from kvplug.server.diagnosis.facts import EngineFacts
 class StreamView:
     """A worker's event stream. incomplete: why not all of its blocks are known,
     or None; fix: of that; can_replay: whether the router can ask for what it missed; answers: the
-    publisher said itself where to ask.
+    publisher said itself where to ask; names_extra_keys: it says of which extra_key blocks are.
     """
 
     connected: bool
@@ -27,6 +27,7 @@ class StreamView:
     fix: str = ""
     can_replay: bool = True
     answers: bool = False
+    names_extra_keys: bool = False
     num_messages: int = 0
     num_stored: int = 0
     skipped: Counter[str] = field(default_factory=Counter)

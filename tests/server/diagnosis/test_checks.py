@@ -202,6 +202,11 @@ def test_a_rate_of_incorrect_routing_is_a_finding_once_enough_is_audited():
     assert (finding.code, finding.seen[:4]) == (Code.INCORRECT_ROUTING, "1.5%")
 
 
+def test_the_format_does_not_matter_where_the_plug_in_names_extra_keys():
+    default = facts(engine="sglang", event_format="default")
+    assert check_all([view(facts=default, stream=stream(names_extra_keys=True))]) == []
+
+
 def test_without_events_none_is_missed_and_the_rate_has_another_fix():
     audited = RankLedger()
     audited.num_by_verdict.update(wrong_speculative=10, as_predicted=190)
