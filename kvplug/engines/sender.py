@@ -16,10 +16,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import zmq
@@ -46,11 +46,10 @@ from kvplug.engines.sender_messages import (
     read_start,
 )
 from kvplug.engines.settings import PublisherVariables, read_variables, without_open_socket
+from kvplug.engines.sglang_notes import Expander as SglangExpander
 from kvplug.engines.stock_pools import StockPools
-from kvplug.engines.vllm_notes import Expander
+from kvplug.engines.vllm_notes import Expander as VllmExpander
 from kvplug.errors import KvplugError
-
-Expand = Callable[[list[Any]], list[Any]]
 
 # Idle for so long, the counters are told; while there is always something to do, every second.
 _QUIET_MS: Final = 50
@@ -58,6 +57,27 @@ _COUNTERS_PAUSE_S: Final = 1.0
 # What a killed engine has written is in its sockets; nothing new comes after such a pause.
 _LAST_WORDS_MS: Final = 200
 _PARENT_PAUSE_MS: Final = 1000
+
+
+class Expander(Protocol):
+    """What makes stock events of a recorder's notes."""
+
+    def expand(self, items: Sequence[Any]) -> list[Any]:
+        """The events of one batch, with stock events among the items as they are."""
+
+    def forget(self) -> None:
+        """Batches were lost."""
+
+
+class NoNotes:
+    """An Expander of batches that have stock events only."""
+
+    def expand(self, items: Sequence[Any]) -> list[Any]:
+        """They are what they are."""
+        return list(items)
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
 
 
 class Reports(logging.Handler):
@@ -85,7 +105,8 @@ class Sender:
         variables = read_variables()
         self._reports, self._logger, self._parent = reports, logger, start.parent
         self._dp_rank = start.about.dp_rank
-        self._expand: Expand = list
+        self._expander: Expander = NoNotes()
+        self._has_lost = start.num_lost > 0
         self._pools = StockPools(tells_device=True) if variables.wire == "vllm" else None
         self._inlet_is_named = True
         self._inlet_folder = Path(start.inlet.partition("://")[2]).parent
@@ -171,12 +192,19 @@ class Sender:
     def _apply(self, message: Recorder | Lost | Batch) -> None:
         match message:
             case Recorder(context=context):
-                self._expand = expander(context)
+                self._set_recorder(context)
             case Lost(num_lost=num_lost, reason=reason):
                 self._publisher.lose(num_lost, reason)
             case Batch(number=number, content=content):
                 self._note_number(number)
                 self._publish(content)
+
+    def _set_recorder(self, context: dict[str, Any]) -> None:
+        self._expander = expander(context)
+        if self._has_lost:
+            self._expander.forget()
+        if isinstance(self._publisher, EventStream):
+            self._publisher.note(names_extra_keys=context.get("names_extra_keys", False))
 
     def _note_number(self, number: int) -> None:
         self._note_gap(before=number)
@@ -186,10 +214,12 @@ class Sender:
     def _note_gap(self, *, before: int) -> None:
         if self._expected < before:
             self._publisher.lose(before - self._expected, QUEUE_FULL)
+            self._has_lost = True
+            self._expander.forget()
             self._expected = before
 
     def _publish(self, batch: EngineBatch) -> None:
-        events = with_labels(self._expand(batch.events))
+        events = with_labels(self._expander.expand(batch.events))
         if self._pools is not None:
             events = self._pools.on_wire(events)
         rank = self._dp_rank if batch.rank is None else batch.rank
@@ -241,9 +271,15 @@ def open_publisher(
     return EventStream(config, start.about, codec.decode, logger, keys=variables.keys)
 
 
-def expander(context: dict[str, Any]) -> Expand:
-    """What makes stock events of a recorder's notes."""
-    return Expander(context).expand if context.get("recorder") == "vllm" else list
+def expander(context: dict[str, Any]) -> Expander:
+    """Of the recorder that says this of its notes; {}: there is none."""
+    match context.get("recorder"):
+        case "vllm":
+            return VllmExpander(context)
+        case "sglang":
+            return SglangExpander(context)
+        case _:
+            return NoNotes()
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """SGLang's side: the publisher `kvplug` for --kv-events-config.
 
 In:  the entry point `sglang.srt.plugins`, which calls `register` in every process of SGLang.
-Out: a name that SGLang's EventPublisherFactory knows, and the publisher behind it.
+Out: a name that SGLang's EventPublisherFactory knows, the publisher behind it, and hooks in the
+schedulers that use it (kvplug/engines/sglang_scheduler.py).
 
 SGLang applies `format` where events are recorded, before they come here, and its config drops keys
 that it does not know. SGLang is imported only inside functions; read against SGLang 0.5.23.
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING, Final
 
 from kvplug.engines.about_engine import about_sglang
 from kvplug.engines.binding import local_endpoint
+from kvplug.engines.life import RECORDER_FAILED
 from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import (
     PublisherConfig,
+    PublisherVariables,
     read_config,
     read_variables,
     set_log_level,
     warn,
 )
+from kvplug.engines.sglang_scheduler import register_hooks
 from kvplug.errors import ConfigError
 from kvplug.protocol import WorkerHello
 
@@ -46,6 +50,7 @@ def register() -> None:
 
         if NAME not in EventPublisherFactory._registry:
             EventPublisherFactory.register_publisher(NAME, create_publisher)
+            register_hooks()
     except Exception as error:  # noqa: BLE001  # SGLang's insides may have changed in any way
         warn(logger, f"SGLang goes on without the publisher {NAME!r}", error)
 
@@ -63,7 +68,7 @@ def create_publisher(
         kind = type("KvplugEventPublisher", (SglangPublisher, EventPublisher), {})
         variables = read_variables()
         about = about_sglang(attn_dp_rank, variables)
-        publisher = kind(read_config(settings, logger), attn_dp_rank, about)
+        publisher = kind(read_config(settings, logger), attn_dp_rank, about, variables)
         atexit.register(publisher.shutdown)  # SGLang itself never calls it
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
@@ -84,8 +89,15 @@ class SglangPublisher:
     """The methods of SGLang's EventPublisher, over a sender process."""
 
     def __init__(
-        self, config: PublisherConfig, attn_dp_rank: int, about: WorkerHello | None = None
+        self,
+        config: PublisherConfig,
+        attn_dp_rank: int,
+        about: WorkerHello | None = None,
+        variables: PublisherVariables | None = None,
     ) -> None:
+        variables = variables or read_variables()
+        self.records = variables.records
+        self._is_our_wire = variables.wire == "kvplug"
         self._attn_dp_rank = attn_dp_rank
         self._topic = config.topic
         about = about or WorkerHello(dp_rank=attn_dp_rank)
@@ -94,6 +106,23 @@ class SglangPublisher:
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the scheduler's thread."""
         self.publisher.publish(events)
+
+    def begin_notes(self, page_size: int, *, is_dynamo: bool) -> None:
+        """From now on batches may have notes of SGLang's tree (kvplug/engines/sglang_notes.py)."""
+        self.publisher.tell_recorder(
+            {
+                "recorder": "sglang",
+                "page_size": page_size,
+                "dynamo_format": is_dynamo,
+                "names_extra_keys": self._is_our_wire,
+            }
+        )
+
+    def on_recorder_failed(self, error: Exception) -> None:
+        """SGLang's own recorder goes on, and events may be missing."""
+        self.publisher.lose(1, RECORDER_FAILED)
+        self.publisher.tell_recorder({})
+        warn(logger, "blocks are unknown, and from now on SGLang records KV events itself", error)
 
     def shutdown(self) -> None:
         """Send what is queued and close."""

@@ -158,13 +158,13 @@ class TreeRecorder:
         return notes
 
     def detach(self) -> None:
-        """Let SGLang's own recorder go on, behind what is noted."""
+        """Let SGLang's own recorder go on. What is noted and was not taken is lost."""
         owner = self._owner
         owner.kv_events = self._stock
         del owner._split_node
         if not self._removed_is_gone:
             del owner._unregister_node
-        self._stock._queue = self._notes
+        self._notes.clear()
         hash_all_nodes(owner.root_node, self.page_size)
 
     def _described(self, node: Node) -> tuple[Any, ...]:

@@ -46,6 +46,9 @@ class Expander:
             for item in items
         ]
 
+    def forget(self) -> None:
+        """Batches were lost: a note says all that it means, so there is nothing to forget."""
+
     def _removed(self, key: bytes) -> Event:
         return {
             "type": "BlockRemoved",

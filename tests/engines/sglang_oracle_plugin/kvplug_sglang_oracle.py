@@ -22,6 +22,11 @@ from array import array
 
 from published import last_number
 
+NOTES = {
+    "block_stored": "BlockStored",
+    "block_removed": "BlockRemoved",
+    "all_blocks_cleared": "AllBlocksCleared",
+}
 # Nodes are numbered from 1 on; so many missing in a row are the end.
 MAX_MISSING = 10_000
 TARGET = (
@@ -72,7 +77,9 @@ class Oracle:
     def _count_and_publish(self, batch):
         self._num_batches += 1
         for event in batch.events:
-            kind = type(event).__name__
+            # A tuple is what kvplug's recorder noted.
+            is_note = isinstance(event, tuple)
+            kind = NOTES.get(event[0], event[0]) if is_note else type(event).__name__
             self._num_events[kind] = self._num_events.get(kind, 0) + 1
         self._publish(batch)
 
