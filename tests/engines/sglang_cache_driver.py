@@ -1,8 +1,7 @@
 """SGLang's own radix caches, driven line by line. Runs in SGLang's interpreter, not in ours.
 
-In:  one JSON object a line: which cache, and a workload's seed and size.
-Out: one JSON array a line: for each take of the events, the payload of SGLang's own recorder and
-     that of kvplug's, in hex. Two caches do the same things; only one has kvplug's recorder.
+In:  one JSON object a line: a function of this file and its arguments.
+Out: what it returned, in JSON, a line each.
 """
 
 import json
@@ -15,18 +14,23 @@ os.environ.setdefault("SGLANG_RUST_BUILD_MODE", "never")
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import msgspec
+import sglang
 import torch
 from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache import events, radix_cache
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.events import KvEventLoraNames
+from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.rust_tree_core import adapter
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from kvplug.engines.sglang_guard import objection
 from kvplug.engines.sglang_recorder import recorder_for
 
 NUM_TOKENS = 4096
@@ -94,8 +98,8 @@ class Driver:
     def __init__(self, settings, has_recorder):
         self.cache, names = make_cache(**settings)
         self.owner = getattr(self.cache, "tree_core", self.cache)
+        self.failures = []
         if has_recorder:
-            self.failures = []
             recorder_for(self.owner, self.failures.append)
         for extra_key in EXTRA_KEYS:
             if extra_key and extra_key.endswith(LORA_ID):
@@ -162,19 +166,70 @@ def operations(rnd, num_operations, can_move):
     yield ("take",)
 
 
-def answer(line):
-    job = json.loads(line)
-    settings = job["settings"]
+def play(settings, seed, size, fails_at=None):
+    """Two caches do the same things; only one has kvplug's recorder. For each take of the events,
+    the payload of SGLang's own recorder and that of kvplug's, in hex, and what the latter told.
+
+    From operation `fails_at` on, names of adapters and bytes of tokens cannot be had.
+    """
     # A compiled tree has no nodes that could be named, and SGLang's RadixCache no host tier.
     can_move = settings["kind"] == "python"
-    both = [Driver(settings, has_recorder) for has_recorder in (False, True)]
+    stock, ours = Driver(settings, has_recorder=False), Driver(settings, has_recorder=True)
     taken = []
-    for name, *arguments in operations(random.Random(job["seed"]), job["size"], can_move):
-        results = [getattr(driver, name)(*arguments) for driver in both]
+    for number, (name, *arguments) in enumerate(operations(random.Random(seed), size, can_move)):
+        if number == fails_at:
+            ours.owner.kv_events._name_of = None
+        results = [getattr(driver, name)(*arguments) for driver in (stock, ours)]
         if name == "take":
-            taken.append(results)
-    assert not both[1].failures, both[1].failures
+            taken.append([*results, [repr(each) for each in ours.failures]])
     return taken
+
+
+def objection_to(kind, is_eagle=False):
+    """What the guard says of a cache."""
+    cache, _ = make_cache(kind, page_size=4, is_eagle=is_eagle)
+    before = TreeNode.counter, UnifiedTreeNode.counter
+    reason = objection(getattr(cache, "tree_core", cache))
+    assert before == (TreeNode.counter, UnifiedTreeNode.counter)
+    return reason
+
+
+def doctored(kind, what):
+    """The same, of an SGLang that is not as it was when kvplug's recorder was written."""
+    module, name, value = CHANGES[what]
+    former = getattr(module, name)
+    setattr(module, name, value(former))
+    try:
+        return objection_to(kind)
+    finally:
+        setattr(module, name, former)
+
+
+def other_hash(former):
+    return lambda *args, **more: former(*args, **more) ^ 1
+
+
+class OtherRecorder(KVCacheEventRecorder):
+    pass
+
+
+CHANGES = {
+    "version": (sglang, "__version__", lambda _: "0.5.99"),
+    "hash": (events, "hash_str_to_int64", other_hash),
+    "conversion": (adapter, "namespaced_block_hash", other_hash),
+    "field": (
+        adapter,
+        "BlockRemoved",
+        lambda former: lambda **more: former(**{**more, "medium": "elsewhere"}),
+    ),
+    "recorder": (radix_cache, "KVCacheEventRecorder", lambda _: OtherRecorder),
+    "signature": (RadixCache, "_split_node", lambda _: None),
+}
+
+
+def answer(line):
+    job = json.loads(line)
+    return globals()[job.pop("call")](**job)
 
 
 def main():
