@@ -113,7 +113,8 @@ class PluggedSglang:
             connection.settimeout(30)
             connection.connect(f"{self._oracle}.{rank}")
             with connection.makefile("rw") as line:
-                line.write(json.dumps(sequences and list(sequences)) + "\n")
+                is_list = sequences and not isinstance(sequences, str)
+                line.write(json.dumps(list(sequences) if is_list else sequences) + "\n")
                 line.flush()
                 return json.loads(line.read())
 

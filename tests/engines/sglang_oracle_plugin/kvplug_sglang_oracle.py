@@ -3,7 +3,8 @@
 In:  a connection to the unix socket $ORACLE_SOCKET.<data-parallel rank>, a line of JSON:
      [[token ids, salt], ...], or null.
 Out: how many leading tokens of each the tree holds, how many token slots the tree holds in all, and
-     what was published so far; for null, the digest of every page on the device and in host memory.
+     what was published so far; for null, the digest of every page on the device and in host memory;
+     for "inserted", all inserts: [[Unix time, token ids], ...].
 
 The default tree is compiled and lists nothing by content, so it is asked, by the walk that a
 request's own prefix takes. What nobody asked for shows in the number of slots. Pages are listed
@@ -18,6 +19,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from array import array
 
 from published import last_number
@@ -29,6 +31,7 @@ NOTES = {
 }
 # Nodes are numbered from 1 on; so many missing in a row are the end.
 MAX_MISSING = 10_000
+INSERT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert"
 TARGET = (
     "sglang.srt.managers.scheduler_components.kv_events_publisher."
     "SchedulerKvEventsPublisher.publish_kv_events"
@@ -39,6 +42,14 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, publish_and_count, HookType.AROUND)
+    HookRegistry.register(INSERT, note_time, HookType.AFTER)
+
+
+inserted = []
+
+
+def note_time(result, cache, params):
+    inserted.append((time.time(), params.key.raw_token_ids()))
 
 
 def publish_and_count(publish_kv_events, component):
@@ -88,7 +99,11 @@ class Oracle:
             connection, _ = listener.accept()
             with connection, connection.makefile("rw") as line:
                 asked = json.loads(line.readline())
-                line.write(json.dumps(self._answer(asked)))
+                is_list = asked == "inserted"
+                said = (
+                    [(at, ids.tolist()) for at, ids in inserted] if is_list else self._answer(asked)
+                )
+                line.write(json.dumps(said))
 
     def _answer(self, asked):
         return {

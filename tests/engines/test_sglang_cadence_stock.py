@@ -1,0 +1,114 @@
+"""How soon a router knows what SGLang has cached, while a request decodes for a long time.
+
+$DECODE_S: for how long; the same form at any length.
+"""
+
+import logging
+import os
+import random
+import threading
+import time
+
+import numpy as np
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.ingest.event_thread import EventThread
+from kvplug.ingest.follower import Follower
+from tests.engines.engine_pool import uses
+from tests.engines.plugged_sglang import BLOCK_SIZE, plugged_sglang, published_hashes
+from tests.engines.test_sglang_plugin import tokens
+from tests.plugins.stock_client import wait_until
+
+logger = logging.getLogger(__name__)
+
+DECODE_S = float(os.environ.get("DECODE_S", "4"))
+CONTEXT = 32_768
+LIMIT_MS = 100.0
+LONG_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+BUSY = plugged_sglang(
+    "busy", is_stock=True,
+    num_blocks=4096,
+    flags=("--context-length", str(CONTEXT)),
+    env={"ENGINE_START_METHOD": "fork", **LONG_CONTEXT},
+)
+
+
+class Arrivals(threading.Thread):
+    """Unix time at which a router first knew each block, to a few milliseconds."""
+
+    def __init__(self, router, rank):
+        super().__init__(daemon=True)
+        self._router, self._rank = router, rank
+        self._ended = threading.Event()
+        self.at = {}
+
+    def run(self):
+        while not self._ended.wait(0.002):
+            names = self._router.index_of(self._rank).engine_hashes_of(self._rank)
+            now = time.time()
+            for name in np.asarray(names).tolist():
+                self.at.setdefault(name, now)
+
+    def stop(self):
+        self._ended.set()
+        if self.is_alive():
+            self.join()
+
+
+def decode_and_answer_others(engine):
+    """One request decodes; others come and end meanwhile, some with many tokens."""
+    rnd = random.Random(11)
+    num_tokens = 200
+    started = time.monotonic()
+    engine.generate([tokens(rnd, 40)], max_tokens=num_tokens)
+    per_s = num_tokens / (time.monotonic() - started)
+    # The others slow it down, so it takes at least as long.
+    more = min(int(DECODE_S * per_s), CONTEXT - 100)
+    long = threading.Thread(
+        target=engine.generate, args=([tokens(rnd, 40)],), kwargs={"max_tokens": more}
+    )
+    long.start()
+    num_others = 0
+    while long.is_alive():
+        engine.generate([tokens(rnd, rnd.randrange(10, 200))], max_tokens=rnd.choice([1, 33, 70]))
+        num_others += 1
+    long.join()
+    return time.monotonic() - started, num_others
+
+
+def inserted_at(engine):
+    """{block: Unix time}; a block is new in the first insert that has it."""
+    found = {}
+    for at, ids in engine.ask_oracle("inserted"):
+        for name in published_hashes(ids[: len(ids) // BLOCK_SIZE * BLOCK_SIZE], None):
+            found.setdefault(name, at)
+    return found
+
+
+@uses(BUSY)
+def test_what_is_cached_reaches_a_router_at_once(engine):
+    router = Router(RouterConfig(block_size=BLOCK_SIZE))
+    router.add_worker("engine")
+    rank = Rank("engine")
+    follower = Follower(router, rank)
+    listener = EventThread()
+    listener.start()
+    arrivals = Arrivals(router, rank)
+    try:
+        listener.follow(follower, engine.server.events_endpoint, "kv@")
+        wait_until(lambda: follower.connected, "its hello has come")
+        arrivals.start()
+        lasted_s, num_others = decode_and_answer_others(engine)
+        inserted = inserted_at(engine)
+        wait_until(lambda: inserted.keys() <= arrivals.at.keys(), "all blocks have arrived")
+    finally:
+        arrivals.stop()
+        listener.stop()
+    delays_ms = sorted(1e3 * (arrivals.at[name] - at) for name, at in inserted.items())
+    p50, p99 = (delays_ms[int(len(delays_ms) * share)] for share in (0.5, 0.99))
+    logger.info(
+        "%d blocks of %d requests in %.1f s reached the router after %.1f ms (p50), %.1f ms (p99)",
+        *(len(delays_ms), num_others + 2, lasted_s, p50, p99),
+    )
+    assert num_others >= DECODE_S
+    assert p99 < LIMIT_MS, delays_ms[-20:]
