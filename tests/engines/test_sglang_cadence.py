@@ -44,7 +44,8 @@ class Arrivals(threading.Thread):
 
     def run(self):
         while not self._ended.wait(0.002):
-            names = self._router.index_of(self._rank).engine_hashes_of(self._rank)
+            with self._router.locked():
+                names = self._router.index_of(self._rank).engine_hashes_of(self._rank)
             now = time.time()
             for name in np.asarray(names).tolist():
                 self.at.setdefault(name, now)
