@@ -79,7 +79,7 @@ class Balancer:
         self._chooser: Chooser | None = None
         self._named: set[str] = {NOT_READY}  # which is usual
         self._num_chosen = self._num_by_load = self._num_tokens = self._num_cached = 0
-        self._summary_at_s = time.monotonic() + _SUMMARY_PERIOD_S
+        self._summary_at_s = float("inf")
         self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._prepare, name="kvplug-balance", daemon=True)
 
@@ -146,14 +146,16 @@ class Balancer:
         self._num_by_load += request.tokens is None
         self._num_tokens += request.num_tokens
         self._num_cached += num_cached
-        if time.monotonic() >= self._summary_at_s:
-            self._summary_at_s = time.monotonic() + _SUMMARY_PERIOD_S
+        now_s = time.monotonic()
+        if now_s >= self._summary_at_s:
             self._summarize()
+        if self._num_chosen == 1 or now_s >= self._summary_at_s:
+            self._summary_at_s = now_s + _SUMMARY_PERIOD_S
 
     def _summarize(self) -> None:
         self._logger.info(
-            "kvplug: chose the rank of %d requests (%d by load alone), with %d %% of their tokens "
-            "cached there; left to %s: %s",
+            "kvplug: chose the rank of %d requests (%d by load alone), where %d %% of their tokens "
+            "were cached; left to %s: %s",
             self._num_chosen,
             self._num_by_load,
             100 * self._num_cached / max(self._num_tokens, 1),

@@ -9,10 +9,13 @@ Run as `python -m kvplug.dp_balancing.warming`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 _LIMIT_S: Final = 600.0
@@ -46,8 +49,11 @@ def route_once() -> None:
 
 
 def main() -> None:
-    """What the process does."""
+    """What the process does; one at a time, as each front end of an engine starts one."""
     os.nice(_NICENESS)
+    path = Path(tempfile.gettempdir()) / f"kvplug-warming-{os.getuid()}.lock"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     route_once()
 
 
