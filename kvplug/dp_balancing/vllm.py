@@ -77,7 +77,9 @@ def _prepare(arguments: EngineArgs, config: VllmConfig, *, is_headless: bool) ->
     starts_cores = arguments._api_process_count == 1 or arguments._api_process_rank < 0
     if starts_cores and config.kv_events_config is None:
         _switch_on_events(config)
-    _ask_in_front_ends()
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    make_ask(DPLBAsyncMPClient)
 
 
 def _require_a_choice(config: VllmConfig) -> None:
@@ -109,16 +111,17 @@ def _switch_on_events(config: VllmConfig) -> None:
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, **fields)
 
 
-def _ask_in_front_ends() -> None:
-    from vllm.v1.engine.core_client import DPLBAsyncMPClient
-
+def make_ask(kind: type[DPLBAsyncMPClient]) -> None:
+    """Have clients of this class ask kvplug; again is harmless. AttributeError, and nothing done,
+    if vLLM's methods are not there.
+    """
     names = ("__init__", "get_core_engine_for_request", "process_engine_outputs")
-    for name in names:  # all are there, or none is changed
-        getattr(DPLBAsyncMPClient, name)
-    _wrap(DPLBAsyncMPClient, names[0], _attaching)
-    _wrap(DPLBAsyncMPClient, names[1], _choosing)
+    for name in names:
+        getattr(kind, name)
+    _wrap(kind, names[0], _attaching)
+    _wrap(kind, names[1], _choosing)
     # vLLM looks it up on the class and calls it with the client.
-    _wrap(DPLBAsyncMPClient, names[2], _noting, is_static=True)
+    _wrap(kind, names[2], _noting, is_static=True)
 
 
 def _attaching(create: Callable[..., None]) -> Callable[..., None]:
