@@ -50,7 +50,7 @@ class _Server:
         self.process.wait_until(self.endpoint.is_healthy, "take requests", timeout_s=START_LIMIT_S)
         if self.balances:
             ready = lambda: self.log().count(READY) >= self.num_choosers  # noqa: E731
-            wait_until(ready, "kvplug chooses", timeout_s=90)
+            wait_until(ready, "kvplug chooses", timeout_s=300)
 
     def stop(self):
         self.process.stop()
