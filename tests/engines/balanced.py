@@ -55,6 +55,14 @@ class _Server:
     def stop(self):
         self.process.stop()
 
+    def empty_cache(self):
+        """Of all ranks; not while a request still holds blocks."""
+
+        def is_emptied():
+            return self.endpoint.post(self.reset_path, timeout_s=60).status == 200
+
+        wait_until(is_emptied, "the caches are empty")
+
     def log(self):
         return self.process.log_path.read_text(errors="replace")
 
@@ -62,7 +70,7 @@ class _Server:
 class BalancedVllm(_Server):
     """By default with as many front ends as ranks."""
 
-    name, engine_env = "vllm", VLLM_ENV
+    name, engine_env, reset_path = "vllm", VLLM_ENV, "/reset_prefix_cache"
 
     def __init__(self, folder, *, num_front_ends=NUM_RANKS, flags=(), **more):
         self.num_choosers = num_front_ends
@@ -96,6 +104,7 @@ class BalancedSglang(_Server):
     """Its data-parallel controller is one process."""
 
     name, engine_env = "sglang", SGLANG_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    reset_path = "/flush_cache"
     num_choosers = 1
 
     _python = staticmethod(ensure_sglang)
