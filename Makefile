@@ -133,6 +133,11 @@ bench-engine: $(READY)  ## what publishing KV events costs the schedulers of vLL
 	$(BIN)/python -m tests.benchmarks.engine
 	$(BIN)/python -m tests.benchmarks.run_in_vllm tests.benchmarks.publish_call
 
+.PHONY: bench-balancing
+bench-balancing: ROUNDS ?= 3
+bench-balancing: $(READY)  ## two data-parallel ranks of real vLLM and SGLang, balanced by themselves and by kvplug; ROUNDS=3 ONLY=vllm; 10 minutes; bench-results/balancing.json
+	$(BIN)/python -m tests.benchmarks.dp_balancing --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: chaos
 chaos: WIRE ?= vllm
 chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault; WIRE=kvplug: over our own stream

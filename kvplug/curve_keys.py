@@ -85,6 +85,20 @@ class ServerKeys:
         # Without it, libzmq lets everybody in while no authenticator runs.
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
+    def as_client(self) -> ClientKeys:
+        """The server's owner as a client of its own streams; ConfigError if the folder of clients
+        does not allow its key.
+        """
+        if self.clients is not None:
+            allowed = _AllowedKeys(self.clients)
+            allowed.refresh()
+            if z85.decode(self.public) not in allowed.keys:
+                raise ConfigError(
+                    "cannot connect to one's own streams: expected the public key "
+                    f"{self.public.decode()} in a .key file of {self.clients}"
+                )
+        return ClientKeys(self.public, self.public, self._secret)
+
     def authenticator(self, context: _Context) -> Authenticator:
         """For all sockets of the context; needed if there is a folder of clients."""
         return Authenticator(context, self.clients)

@@ -324,10 +324,11 @@ def _tier(medium: str | None) -> Tier:
 
 def _keys(entry: tuple[Any, ...] | None, names: tuple[str, ...]) -> tuple[int, ...]:
     """The 64-bit keys of one block, without those that are names known from elsewhere."""
-    return tuple(sorted(_key(key) for key in entry or () if key not in names))
+    return tuple(sorted(extra_key(key) for key in entry or () if key not in names))
 
 
-def _key(key: object) -> int:
+def extra_key(key: object) -> int:
+    """Of a key as vLLM names it; SkipError for what is none."""
     match key:
         case str(text) | [str(text), int()]:  # a multimodal item may come with its offset
             if _SHA256_HEX.fullmatch(text):

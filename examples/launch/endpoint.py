@@ -8,6 +8,7 @@ For the few questions around a run (are you up, empty your cache); the workload 
 
 import http.client
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,16 @@ class Endpoint:
         """Ask; OSError or HTTPException if nobody answers."""
         return self._ask("GET", path, None, timeout_s)
 
-    def post(self, path: str, body: object = None, *, timeout_s: float = 30.0) -> Reply:
+    def post(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
         """Send a JSON body; OSError or HTTPException if nobody answers."""
-        return self._ask("POST", path, json.dumps(body), timeout_s)
+        return self._ask("POST", path, json.dumps(body), timeout_s, headers)
 
     def is_healthy(self) -> bool:
         """Whether GET /health is answered with 200 now."""
@@ -48,10 +56,18 @@ class Endpoint:
         except (OSError, http.client.HTTPException):
             return False  # not listening yet, or busy starting
 
-    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Reply:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: str | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
         connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=timeout_s)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            content = {"Content-Type": "application/json"}
+            connection.request(method, path, body, content | dict(headers or {}))
             response = connection.getresponse()
             return Reply(response.status, _parsed(response.read()))
         finally:

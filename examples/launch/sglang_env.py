@@ -25,6 +25,9 @@ from examples.launch.errors import LaunchError
 SGLANG_VERSION = "0.5.23"
 STAND_IN = Path(__file__).with_name("sgl_kernel_stand_in.py")
 
+# As SGLang's package asks for it; the balancing of data-parallel ranks needs it.
+NUMBA = "numba==0.65.1"
+
 # Without their dependencies, which ask for CUDA builds; what of them is needed is listed below.
 ALONE = (
     f"sglang=={SGLANG_VERSION}",
@@ -64,12 +67,18 @@ def ensure_sglang() -> Path:
     """The interpreter of an environment with SGLang; made if it is not there yet."""
     folder = cache_dir() / "venvs" / f"sglang-{SGLANG_VERSION}"
     python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.exists():
+    is_complete = (folder / ".numba").exists
+    if ready.exists() and is_complete():
         return python
     with locked(folder):
         if not ready.exists():
             _make_environment(folder, python)
             ready.touch()
+        if not is_complete():  # environments of earlier checkouts are not
+            log_path = folder.with_name(f"{folder.name}.log")
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+            run_step("installing Numba", [*pip, "install", NUMBA], log_path)
+            (folder / ".numba").touch()
     return python
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -13,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 PROGRAM = """
 import importlib, json, sys, threading
-plug_in = importlib.import_module("kvplug.engines." + sys.argv[1])
-plug_in.register()
-plug_in.register()
+import kvplug.engine_plugins
+register = getattr(kvplug.engine_plugins, "register_in_" + sys.argv[1])
+register()
+register()
 from kvplug.engines.event_stream import EventStream
 json.dump({"threads": threading.active_count(), "modules": sorted(sys.modules)}, sys.stdout)
 """
@@ -24,9 +26,9 @@ json.dump({"threads": threading.active_count(), "modules": sorted(sys.modules)},
 pytestmark = pytest.mark.parametrize("engine", GROUPS)
 
 
-def run(engine):
-    command = [sys.executable, "-c", PROGRAM, engine]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+def run(engine, **variables):
+    command, env = [sys.executable, "-c", PROGRAM, engine], os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env)
 
 
 def test_the_entry_point_is_there(engine):
@@ -35,8 +37,9 @@ def test_the_entry_point_is_there(engine):
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_register_starts_no_thread_and_loads_no_numba(engine):
-    seen = json.loads(run(engine).stdout)
+@pytest.mark.parametrize("variables", [{}, {"KVPLUG_BALANCE": "kv"}])
+def test_register_starts_no_thread_and_loads_no_numba(engine, variables):
+    seen = json.loads(run(engine, **variables).stdout)
     assert seen["threads"] == 1
     assert not set(seen["modules"]) & {"numba", "llvmlite", "asyncio.events"}
 
@@ -44,3 +47,14 @@ def test_register_starts_no_thread_and_loads_no_numba(engine):
 def test_register_where_it_cannot_work_says_so_and_does_not_raise(engine):
     line = "goes on without the publisher 'kvplug': No module named"
     assert line in run(engine).stderr
+
+
+def test_an_unknown_way_to_balance_is_named(engine):
+    line = "KVPLUG_BALANCE: expected kv or nothing, got 'least'"
+    assert line in run(engine, KVPLUG_BALANCE="least").stderr
+
+
+def test_the_balancing_is_imported_only_if_it_is_wanted(engine):
+    name = f"kvplug.dp_balancing.{engine}"
+    assert name not in json.loads(run(engine).stdout)["modules"]
+    assert name in json.loads(run(engine, KVPLUG_BALANCE="kv").stdout)["modules"]
