@@ -41,9 +41,13 @@ class InVllm(Program):
 
 
 def params(make, values):
-    for each in values:
-        recipe = Recipe(" ".join(each), lambda folder, each=each: make(folder, *each))
-        yield pytest.param(recipe, id="-".join(each), marks=uses(recipe))
+    recipes = {
+        each: Recipe(" ".join(each), lambda folder, e=each: make(folder, *e)) for each in values
+    }
+    return [
+        pytest.param(recipe, id="-".join(each), marks=uses(recipe))
+        for each, recipe in recipes.items()
+    ]
 
 
 def pools(folder, release, int_hashes):
@@ -66,7 +70,7 @@ def compared(request, engine_pool):
 
 
 HASHES = [(release, int_hashes) for release in RELEASES for int_hashes in ("1", "0")]
-POOLS = list(params(pools, HASHES))
+POOLS = params(pools, HASHES)
 
 
 @pytest.mark.parametrize("compared", POOLS, indirect=True)
