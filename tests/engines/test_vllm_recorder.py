@@ -116,7 +116,9 @@ def test_the_index_has_what_an_engine_of_this_release_has(compared):
     assert compared["is_recorded"]
     assert compared["num_in_engine"] > 20
     assert compared["num_missing_in_index"] == compared["num_extra_in_index"] == 0
-    assert (compared["incomplete"], compared["skipped"]) == (None, {})
+    assert compared["incomplete"] is None
+    # On a busy machine the follower asks for messages that are on their way, and has them twice.
+    assert compared["skipped"].keys() <= {"duplicate"}
     assert all(expected == reported for expected, reported in compared["predictions"])
 
 

@@ -53,6 +53,7 @@ def lines():
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
+    logger.setLevel("INFO")  # vLLM's level would do for the engine's log
     try:
         yield said
     finally:
