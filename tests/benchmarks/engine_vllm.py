@@ -5,7 +5,8 @@ usage: make bench-engine, or in vLLM's environment:
 
 One engine, in this process. Each round runs every mode once, in random order, on prompts nobody
 has seen; between modes the scheduler's publisher is exchanged, and the block pool's event switch or
-kvplug's recorder. A block is stored and another one evicted.
+kvplug's recorder. A block is stored and another one evicted. Runs are short and rounds many, so that
+what else the machine does falls on all modes alike.
 Timed are Scheduler.schedule and Scheduler.update_from_output, which is where events are made and
 published: CPU time of the engine's thread, which other work on the machine does not lengthen.
 Rates say nothing here: a tiny model on a CPU is slower than its scheduler.
@@ -39,7 +40,7 @@ from vllm.distributed.kv_events import EventPublisherFactory, NullEventPublisher
 
 from kvplug.engines.vllm import register
 
-BLOCK_SIZE, PROMPT_TOKENS, PROMPTS_PER_RUN = 32, 1600, 100
+BLOCK_SIZE, PROMPT_TOKENS, PROMPTS_PER_RUN = 32, 1600, 20
 BLOCKS_PER_RUN = PROMPTS_PER_RUN * PROMPT_TOKENS // BLOCK_SIZE
 
 OFF, STOCK, RECORDED = "events off", "stock zmq", "kvplug"
@@ -182,9 +183,7 @@ def make_modes(subscribers, folder):
 
 
 def measure(engine, modes, num_rounds, rnd):
-    """{mode: the times of a run's steps, per round}; the first round fills the cache and is left
-    out.
-    """
+    """{mode: the times of a run's steps, per round}; the first round is left out."""
     figures = {name: [] for name in modes}
     for round_ in range(num_rounds + 1):
         for name in rnd.sample(list(modes), len(modes)):
@@ -252,7 +251,7 @@ def metrics(figures):
     }
 
 
-def main(model_dir, num_rounds=15):
+def main(model_dir, num_rounds=75):
     engine, subscribers = Engine(model_dir), Subscribers()
     modes = {}
     try:
