@@ -5,8 +5,8 @@ usage: make bench-engine, or in vLLM's environment:
 
 One engine, in this process. Each round runs every mode once, in random order, on prompts nobody
 has seen; between modes the scheduler's publisher is exchanged, and the block pool's event switch or
-kvplug's recorder. A block is stored and another one evicted. Runs are short and rounds many, so that
-what else the machine does falls on all modes alike.
+kvplug's recorder. A block is stored and another one evicted. Runs are short and rounds many, so
+that what else the machine does falls on all modes alike.
 Timed are Scheduler.schedule and Scheduler.update_from_output, which is where events are made and
 published: CPU time of the engine's thread, which other work on the machine does not lengthen.
 Rates say nothing here: a tiny model on a CPU is slower than its scheduler.
