@@ -6,6 +6,7 @@ import pytest
 from kvplug.engines.settings import PublisherConfig
 from kvplug.engines.sglang import SglangPublisher
 from tests.plugins.stock_client import StockClient
+from tests.plugins.stream_client import StreamClient
 
 pytestmark = pytest.mark.usefixtures("stock_wire")
 
@@ -67,3 +68,42 @@ def test_the_local_source_is_an_absolute_path_and_has_no_replay_unless_asked_for
 @pytest.mark.parametrize("endpoint", ["inproc://events"])
 def test_what_another_process_cannot_reach_is_no_local_source(publish, endpoint):
     assert publish(endpoint).describe_local_source(16) is None
+
+
+NOTES = [
+    ("block_stored", [7], None, [1, 2], 2, "GPU", None, None, "key"),
+    ("node_stored", "GPU", None, 5, None, bytes(16), False, None, None, None),
+]
+
+
+def test_notes_leave_as_sglangs_events(publish):
+    publisher, client = publish("tcp://127.0.0.1:0"), StockClient()
+    publisher.begin_notes(2, is_dynamo=True)
+    try:
+        client.subscribe(publisher.publisher.endpoint)
+        while not client.has_message(timeout_ms=50):  # the subscription is on its way
+            publisher.publish(SglangBatch(0.0, NOTES))
+        _, _, payload = client.receive()
+    finally:
+        client.close()
+    of_tuple, of_node = msgspec.msgpack.decode(payload)[1]
+    assert (of_tuple["block_hashes"], "cache_salt" in of_tuple) == ([7], False)
+    assert (of_node["type"], of_node["token_ids"]) == ("BlockStored", [0, 0])
+
+
+def test_on_our_wire_the_hello_says_that_extra_keys_are_named(publish, monkeypatch):
+    monkeypatch.setenv("KVPLUG_WIRE", "kvplug")
+    publisher, client = publish("tcp://127.0.0.1:0"), StreamClient(2)
+    try:
+        client.join(publisher.publisher.endpoint)
+        publisher.begin_notes(2, is_dynamo=True)
+        publisher.publish(SglangBatch(0.0, NOTES))
+        while not client.about.names_extra_keys:
+            client.receive_hello()
+        # SGLang's own recorder goes on, which does not name them.
+        publisher.on_recorder_failed(ValueError("a test says so"))
+        while client.about.names_extra_keys:
+            client.receive_hello()
+        assert client.about.defects["recorder_failed"] == 1
+    finally:
+        client.close()
