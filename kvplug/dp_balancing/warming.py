@@ -3,7 +3,7 @@
 In:  nothing.   Out: kernels that are compiled, from Numba's cache wherever there is one.
 
 Compiling takes half a minute the first time on a machine and holds the interpreter lock, so a
-process of its own does it, with low priority, and the engine's front end finds the cache.
+process of its own does it, and the engine's front end finds the cache.
 Run as `python -m kvplug.dp_balancing.warming`.
 """
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final
 
 _LIMIT_S: Final = 600.0
-_NICENESS: Final = 10
 
 
 def warm_up() -> None:
@@ -50,7 +49,6 @@ def route_once() -> None:
 
 def main() -> None:
     """What the process does; one at a time, as each front end of an engine starts one."""
-    os.nice(_NICENESS)
     path = Path(tempfile.gettempdir()) / f"kvplug-warming-{os.getuid()}.lock"
     lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,8 +2,8 @@
 
 usage: python -m tests.benchmarks.dp_balancing [--rounds 3] [--only vllm,sglang]
 
-In:  real vLLM and SGLang on the CPU with a tiny model, two ranks each; the same requests in the same
-     order for both ways.
+In:  real vLLM and SGLang on the CPU with a tiny model, two ranks each; the same requests in the
+     same order for both ways.
 Out: a table, one line of JSON, and bench-results/balancing.json.
 
 The requests: questions about 12 documents of 2048 tokens, in random order, at random times in an

@@ -5,6 +5,7 @@ Out: an OpenAI server; what it reports of each request; its log.
 """
 
 import os
+import subprocess
 
 from examples.launch.child_process import ChildProcess
 from examples.launch.endpoint import LOOPBACK, Endpoint
@@ -44,6 +45,9 @@ class _Server:
         return inherited | self.engine_env | FORKED | {"PYTHONPATH": path} | balance
 
     def start(self):
+        if self.balances:  # the kernels, which take minutes while engines start
+            warming = [str(self._python()), "-m", "kvplug.dp_balancing.warming"]
+            subprocess.run(warming, check=True, env=self._env(), timeout=START_LIMIT_S)
         self.process.start()
 
     def wait_ready(self):

@@ -15,7 +15,8 @@ from tests.plugins.stock_client import wait_until
 OURS = balanced("balanced-vllm", BalancedVllm, num_blocks=96)
 OWN = balanced("own-vllm", BalancedVllm, num_blocks=96, balances=False)
 ONE_FRONT_END = balanced("balanced-vllm-1", BalancedVllm, num_blocks=96, num_front_ends=1)
-NUM_DOCUMENTS, DOCUMENT_TOKENS = 4, 16 * BLOCK_SIZE
+# One rank has room for 5 of the documents, both for all.
+NUM_DOCUMENTS, DOCUMENT_TOKENS = 8, 16 * BLOCK_SIZE
 
 
 def ids(rng, count):
@@ -30,9 +31,21 @@ def documents(seed):
 def cached_share(engine, seed):
     """Of the tokens of questions about documents, in an order that the seed gives."""
     rng, known = random.Random(seed), documents(seed)
-    prompts = [[*rng.choice(known), *ids(rng, 20)] for _ in range(40)]
+    prompts = [[*rng.choice(known), *ids(rng, 20)] for _ in range(80)]
     cached = [engine.complete(prompt) for prompt in prompts]
     return sum(cached) / sum(map(len, prompts))
+
+
+def until_found(engine, document, **fields):
+    """Wait until requests go where the document is: events take some milliseconds to each of the
+    front ends, and one request after another would be sent to each rank in turn by vLLM.
+    """
+
+    def is_found():
+        prompts = [[*document, *[20 + number] * 20] for number in range(6)]
+        return all(engine.complete(each, **fields) == DOCUMENT_TOKENS for each in prompts)
+
+    wait_until(is_found, "requests find the document")
 
 
 @uses(OURS)
@@ -44,8 +57,7 @@ def test_prompts_go_to_the_rank_that_has_their_prefix(engine, engine_rank):
     assert engine.complete([*document, 7], rank=1 - engine_rank) == 0
     engine.empty_cache()
     engine.complete(document, rank=engine_rank)
-    for number in range(6):  # both front ends, and once each in turn would miss
-        assert engine.complete([*document, *[20 + number] * 20]) == DOCUMENT_TOKENS
+    until_found(engine, document)
 
 
 @uses(OURS, OWN)
@@ -55,7 +67,7 @@ def test_more_is_cached_than_with_vllms_own_balancing(engines):
         engine.empty_cache()
         shares.append(cached_share(engine, seed=1))
     ours, own = shares
-    assert ours > 0.8  # 36 of 40 prompts can find their document
+    assert ours > 0.8  # 72 of 80 prompts can find their document
     assert ours > own + 0.1
 
 
@@ -64,8 +76,8 @@ def test_salts_keep_prompts_apart(engine):
     document = documents(3)[0]
     assert engine.complete(document, cache_salt="a") == 0
     assert engine.complete(document, cache_salt="b") == 0
-    for salt in "abab":
-        assert engine.complete([*document, 5], cache_salt=salt) == DOCUMENT_TOKENS
+    for salt in "ab":
+        until_found(engine, document, cache_salt=salt)
 
 
 @uses(OURS)
@@ -75,18 +87,19 @@ def test_streams_are_in_a_folder_for_this_user_alone(engine):
 
 
 @uses(ONE_FRONT_END)
-def test_vllm_goes_on_when_a_publisher_is_killed(engine):
-    """Last: the engine stays without it. vLLM forks its cores here, so one front end forks, too."""
+def test_vllm_goes_on_when_the_processes_that_send_events_are_killed(engine):
+    """Last, as the engine stays so. One front end starts cores itself, and loads Numba later."""
     assert cached_share(engine, seed=4) > 0.8
-    for process in senders(engine):
+    killed = senders(engine)
+    assert killed
+    for process in killed:
         os.kill(process, signal.SIGKILL)
-    assert cached_share(engine, seed=5) >= 0.0
-    wait_until(lambda: engine.complete(documents(6)[0]) >= 0, "requests are served")
-    assert "Traceback" not in engine.log()
+    # Without events it is as good as vLLM's own way, and never worse than an error.
+    assert cached_share(engine, seed=5) > 0.4
 
 
 def senders(engine):
-    """Processes that send events for the engine."""
+    """Processes that send events of the engine."""
     found = []
     for process in engine.process.members():
         command = Path(f"/proc/{process}/cmdline").read_bytes()
