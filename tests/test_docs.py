@@ -16,6 +16,7 @@ import pytest
 
 from kvplug.codec import Reason
 from kvplug.curve_keys import ServerKeys
+from kvplug.engine_plugins import BALANCE
 from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
@@ -49,7 +50,8 @@ OF_ENGINES = {
     *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port"),
     *("--prefix-caching-hash-algo", "--served-model-name"),
     *("--decode-log-interval", "--disable-radix-cache", "--enable-cache-report", "--model-path"),
-    *("--page-size", "--data-parallel-size"),
+    *("--page-size", "--data-parallel-size", "--dp-size", "--api-server-count"),
+    *("--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-size-local"),
 }
 OF_OTHERS = {"--no-cache-dir", "--create-home", "--index-url"}
 
@@ -75,7 +77,7 @@ def test_bash_blocks_name_what_exists(page, number, code):
     found = list(commands(code))
     assert found
     for words in found:
-        check_command(words)
+        check_command(words[words[0].startswith(f"{BALANCE}=") :])
 
 
 def check_command(words):
@@ -165,6 +167,9 @@ def check_module(module, arguments):
 
 def check_engine(arguments):
     assert {word for word in arguments if word.startswith("--")} <= OF_ENGINES
+    if "--kv-events-config" not in arguments:
+        assert {"--data-parallel-size", "--dp-size"} & {*arguments}
+        return
     config = json.loads(arguments[arguments.index("--kv-events-config") + 1])
     # What the engine itself reads, and does not hand to its publisher.
     for name in ("publisher", "enable_kv_cache_events", "format"):
@@ -202,7 +207,7 @@ def of_tests():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_environment_variables_in_the_text_exist(page):
-    known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE"}
+    known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE", BALANCE}
     known |= {"KVPLUG_TEST_EXAMPLES", *OF_PUBLISHERS}
     assert set(re.findall(r"\bKVPLUG_[A-Z_]*[A-Z]", page.read_text())) <= known
 

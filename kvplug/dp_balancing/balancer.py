@@ -44,14 +44,16 @@ _T = TypeVar("_T")
 class Request(NamedTuple):
     """What is to be sent to a rank.
 
-    tokens: None if equal tokens do not mean equal blocks, so that only load counts; items: the
-    images and sounds among them; rank: that the client has named, from 0.
+    tokens: None if equal tokens do not mean equal blocks, so that only load counts; has_extra_key:
+    the same unless the ranks' events tell SGLang's extra_key, which is in `namespace`; items: the
+    images and sounds among the tokens; rank: that the client has named, from 0.
     """
 
     request_id: str
     num_tokens: int
     tokens: TokensLike | None = None
     namespace: Namespace = Namespace()
+    has_extra_key: bool = False
     items: Sequence[Item] = ()
     rank: int | None = None
     max_tokens: int | None = None
@@ -116,7 +118,8 @@ class Balancer:
             self._leave(type(error).__name__, error)
             return None
         self._named.discard(NO_EVENTS)
-        self._count(request, decision.cached_tokens)
+        is_by_load = chooser.is_by_load(request)
+        self._count(request, decision.cached_tokens, is_by_load=is_by_load)
         return decision.rank.dp_rank
 
     def note(self, act: Callable[[Chooser], _T]) -> _T | None:
@@ -141,9 +144,9 @@ class Balancer:
                 exc_info=None if isinstance(error, KvplugError) else error,
             )
 
-    def _count(self, request: Request, num_cached: int) -> None:
+    def _count(self, request: Request, num_cached: int, *, is_by_load: bool) -> None:
         self._num_chosen += 1
-        self._num_by_load += request.tokens is None
+        self._num_by_load += is_by_load
         self._num_tokens += request.num_tokens
         self._num_cached += num_cached
         now_s = time.monotonic()

@@ -102,13 +102,22 @@ class Chooser:
             )
 
     def _decide(self, request: Request, options: RouteOptions) -> Decision:
-        """Without tokens it goes by load alone."""
-        route, request_id = self.router, request.request_id
-        if request.tokens is not None and not request.items:
-            space = request.namespace
-            return route.route(request.tokens, request_id=request_id, namespace=space, **options)
-        hashes = () if request.tokens is None else self._hashes_with_items(request)
-        return route.route_hashed(hashes, request.num_tokens, request_id=request_id, **options)
+        router, request_id = self.router, request.request_id
+        if self.is_by_load(request) or request.items:
+            hashes = () if self.is_by_load(request) else self._hashes_with_items(request)
+            return router.route_hashed(hashes, request.num_tokens, request_id=request_id, **options)
+        assert request.tokens is not None
+        space = request.namespace
+        return router.route(request.tokens, request_id=request_id, namespace=space, **options)
+
+    def is_by_load(self, request: Request) -> bool:
+        """Whether nobody knows which of the ranks' blocks are its."""
+        return request.tokens is None or (request.has_extra_key and not self._tells_extra_keys)
+
+    @property
+    def _tells_extra_keys(self) -> bool:
+        about = [follower.about for follower in self._followers]
+        return all(each is not None and each.names_extra_keys for each in about)
 
     def _hashes_with_items(self, request: Request) -> Hashes:
         from kvplug.dp_balancing.multimodal import block_keys

@@ -23,7 +23,7 @@ from kvplug.engines.binding import endpoint_of_rank
 from kvplug.engines.settings import read_variables, warn
 from kvplug.engines.sglang import NAME, logger
 from kvplug.errors import ConfigError
-from kvplug.events import Namespace
+from kvplug.events import Namespace, salt_with_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.managers.data_parallel_controller import DataParallelController
@@ -148,19 +148,26 @@ def _events_config(arguments: ServerArgs) -> dict[str, Any]:
 
 def request_of(request: TokenizedGenerateReqInput, request_id: str) -> Request:
     """What kvplug is asked. By load alone go images, embeddings and adapters, whose blocks are
-    named by more than the controller sees, and `extra_key`, which events do not tell.
+    named by more than the controller sees.
     """
     tokens, sampling = request.input_ids, request.sampling_params
+    extra_key = _text(request, "extra_key")
     is_plain = not any(getattr(request, name, None) for name in _BY_LOAD)
     return Request(
         request_id=request_id,
         num_tokens=0 if tokens is None else len(tokens),
         tokens=tokens if is_plain else None,
-        namespace=Namespace(salt=getattr(request, "cache_salt", None) or ""),
+        namespace=Namespace(salt=salt_with_extra_key(_text(request, "cache_salt"), extra_key)),
+        has_extra_key=bool(extra_key),
         rank=request.routed_dp_rank,
         max_tokens=getattr(sampling, "max_new_tokens", None),
         reports_first_token=False,
     )
+
+
+def _text(request: TokenizedGenerateReqInput, name: str) -> str:
+    """A field that requests for embeddings do not have."""
+    return getattr(request, name, None) or ""
 
 
 def _must_stay(request: TokenizedGenerateReqInput) -> bool:

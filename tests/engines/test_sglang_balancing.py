@@ -45,11 +45,12 @@ def test_salts_keep_prompts_apart(engine):
         until_found(engine, asked, cache_salt=salt)
 
 
-def test_requests_with_an_extra_key_are_served(engine):
-    """By load, as events do not tell it."""
+def test_extra_keys_keep_prompts_apart(engine):
     asked = document(3)
-    for _ in range(3):
-        engine.complete(asked, extra_key="tenant")
+    assert engine.complete(asked, extra_key="a") == 0
+    assert engine.complete(asked, extra_key="b") == 0
+    for key in "ab":
+        until_found(engine, asked, extra_key=key)
 
 
 def test_nothing_has_failed(engine):
