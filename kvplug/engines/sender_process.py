@@ -132,7 +132,6 @@ class SenderProcess:
             return
         self._stopping.set()
         self._say(None)
-        self._socket.close(linger=int(STOP_LIMIT_S * 1000))
         with suppress(OSError):
             _pipe(self._process.stdin).close()
         try:
@@ -142,6 +141,7 @@ class SenderProcess:
             self._process.wait()
         self._reader.join(STOP_LIMIT_S)
         _close_pipes(self._process)
+        self._socket.close(linger=0)
         if self._next_socket is not None:
             self._next_socket.close(linger=0)
         self._context.term()

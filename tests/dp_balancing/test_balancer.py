@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvplug.dp_balancing import balancer as module
 from kvplug.dp_balancing import private_streams
 from kvplug.dp_balancing.balancer import Balancer, Request
@@ -82,6 +84,7 @@ def test_private_streams_fit_into_a_sockets_path(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_warming_routes_a_request():
     command = [sys.executable, "-m", "kvplug.dp_balancing.warming"]
     subprocess.run(command, check=True, env=with_plain_kernels(), timeout=60)

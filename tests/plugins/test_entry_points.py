@@ -54,6 +54,7 @@ def test_an_unknown_way_to_balance_is_named(engine):
     assert line in run(engine, KVPLUG_BALANCE="least").stderr
 
 
+@pytest.mark.slow
 def test_the_balancing_is_imported_only_if_it_is_wanted(engine):
     name = f"kvplug.dp_balancing.{engine}"
     assert name not in json.loads(run(engine).stdout)["modules"]

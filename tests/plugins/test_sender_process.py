@@ -132,6 +132,7 @@ def test_what_cannot_be_encoded_is_counted_and_named_once_per_cause(client, capl
     assert client.about.defects["queue_full"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, [1.0, 2], [1.0, [b"no event"], 0]])
 def test_what_the_sender_cannot_read_is_counted_and_it_goes_on(client, batch):
     with sending() as process:
@@ -143,6 +144,7 @@ def test_what_the_sender_cannot_read_is_counted_and_it_goes_on(client, batch):
         assert set(client.about.defects) & {"undecodable", "not_an_event"}
 
 
+@pytest.mark.slow
 def test_a_stopped_sender_holds_nobody_up_and_what_is_lost_is_known(client):
     """Even if the engine says nothing after it."""
     with sending(max_queue_size=10) as process:
@@ -161,6 +163,7 @@ def test_a_stopped_sender_holds_nobody_up_and_what_is_lost_is_known(client):
             process.publish(clear())  # the first ones may be lost, too
 
 
+@pytest.mark.slow
 def test_another_sender_takes_the_place_of_one_that_is_killed(client, caplog):
     with sending(endpoint=LOOPBACK) as process:
         process.publish(engine_batch(1))
@@ -191,6 +194,7 @@ def test_shutdown_sends_what_is_queued_and_again_is_harmless(client):
         assert len(client.names()) == 100
 
 
+@pytest.mark.slow
 def test_no_file_of_the_inlet_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with sending() as process:
@@ -204,6 +208,7 @@ def test_a_setting_that_cannot_be_is_named_where_the_engine_starts():
         SenderProcess(PublisherConfig(endpoint="tcp://5557"), WorkerHello(), logger)
 
 
+@pytest.mark.slow
 def test_a_process_that_never_shuts_down_ends():
     program = """
 from kvplug.engines.vllm import VllmPublisher
@@ -227,6 +232,7 @@ def publish_in_child(endpoint):
         shell.publish(engine_batch(1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock_wire")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_killed_engine_takes_its_sender_along(method, tmp_path, stock_client):
