@@ -57,6 +57,7 @@ _COUNTERS_PAUSE_S: Final = 1.0
 # What a killed engine has written is in its sockets; nothing new comes after such a pause.
 _LAST_WORDS_MS: Final = 200
 _PARENT_PAUSE_MS: Final = 1000
+_MAX_LINE: Final = 1000  # characters; a pipe takes 4096 bytes at once or not at all
 
 
 class Expander(Protocol):
@@ -94,8 +95,8 @@ class Reports(logging.Handler):
             os.write(self._fd, encode_report(report))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line of the log."""
-        self.say(Line(record.levelno, record.getMessage()))
+        """One line of the log, short enough for one write."""
+        self.say(Line(record.levelno, record.getMessage()[:_MAX_LINE]))
 
 
 class Sender:
