@@ -40,8 +40,8 @@ from vllm.distributed.kv_events import EventPublisherFactory, NullEventPublisher
 
 from kvplug.engines.vllm import register
 
-BLOCK_SIZE, PROMPT_TOKENS, PROMPTS_PER_RUN = 32, 1600, 20
-BLOCKS_PER_RUN = PROMPTS_PER_RUN * PROMPT_TOKENS // BLOCK_SIZE
+BLOCK_SIZE, PROMPT_TOKENS, PROMPTS_PER_RUN, TOKENS_PER_STEP = 32, 1600, 40, 16384
+BLOCKS_PER_RUN = (PROMPTS_PER_RUN * PROMPT_TOKENS - TOKENS_PER_STEP) // BLOCK_SIZE  # timed
 
 OFF, STOCK, RECORDED = "events off", "stock zmq", "kvplug"
 
@@ -77,7 +77,7 @@ class Engine:
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=2000,
             max_num_seqs=64,
-            max_num_batched_tokens=16384,
+            max_num_batched_tokens=TOKENS_PER_STEP,
             kv_events_config=events,
         )
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
@@ -101,7 +101,7 @@ class Engine:
         return timed
 
     def run(self, mode, rnd):
-        """The steps of one run."""
+        """The steps of one run but the first, which finds another publisher than the last run's."""
         prompts = [
             TokensPrompt(prompt_token_ids=[rnd.randrange(10, 4000) for _ in range(PROMPT_TOKENS)])
             for _ in range(PROMPTS_PER_RUN)
@@ -115,7 +115,7 @@ class Engine:
         self.llm.generate(prompts, sampling, use_tqdm=False)
         if mode.is_recorded:
             mode.publisher.recorder.detach()
-        return self.steps
+        return self.steps[1:]
 
 
 class Mode(NamedTuple):
@@ -251,7 +251,7 @@ def metrics(figures):
     }
 
 
-def main(model_dir, num_rounds=75):
+def main(model_dir, num_rounds=40):
     engine, subscribers = Engine(model_dir), Subscribers()
     modes = {}
     try:
