@@ -7,8 +7,8 @@ In:  real vLLM and SGLang on the CPU with a tiny model, two ranks each; the same
 Out: a table, one line of JSON, and bench-results/balancing.json.
 
 The requests: questions about 12 documents of 2048 tokens, in random order, at random times in an
-open loop. The cache of one rank has room for 7 of the documents, both have room for all. vLLM's two
-servers run side by side and take turns, round by round. SGLang's run one after the other, as its
+open loop. The cache of one rank has room for 7 of the documents, both have room for all. Two
+servers take turns, round by round; the one whose turn it is not is stopped (SIGSTOP), as SGLang's
 data-parallel controller spins while it waits.
 """
 
@@ -18,10 +18,13 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -33,8 +36,10 @@ ROOT = Path(__file__).parents[2]
 NUM_DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 12, 2048, 24, 8
 NUM_REQUESTS, RATE = 144, 6.0
 NUM_BLOCKS = 480  # of 32 tokens; a document has 64
-VLLM_FLAGS = ("--max-model-len", "4096")
-SGLANG_FLAGS = ("--context-length", "4096")
+ENGINES = {
+    "vllm": (BalancedVllm, ("--max-model-len", "4096")),
+    "sglang": (BalancedSglang, ("--context-length", "4096")),
+}
 WAYS = {"own": False, "kvplug": True}
 
 
@@ -100,44 +105,44 @@ def run_round(server, seed):
     return asyncio.run(load(server, seed))
 
 
-def run_vllm(folder, rounds):
-    """Rows of rounds by way; both servers are there all the time."""
+@contextmanager
+def serving(servers):
+    """All of them, ready."""
+    try:
+        for server in servers:
+            server.start()
+            server.wait_ready()
+            signal_all(server, signal.SIGSTOP)
+        yield
+    finally:
+        for server in servers:
+            signal_all(server, signal.SIGCONT)
+            server.stop()
+
+
+def signal_all(server, signum):
+    """To its processes, but for the one that sees to their end."""
+    _lifeline, *others = sorted(server.process.members()) or [None]
+    for process in others:
+        with suppress(ProcessLookupError):
+            os.kill(process, signum)
+
+
+def run(engine, folder, rounds):
+    """Rows of rounds by way."""
+    kind, flags = ENGINES[engine]
     servers = {
-        way: BalancedVllm(folder / way, balances=balances, num_blocks=NUM_BLOCKS, flags=VLLM_FLAGS)
+        way: kind(folder / way, balances=balances, num_blocks=NUM_BLOCKS, flags=flags)
         for way, balances in WAYS.items()
     }
     rows = {way: [] for way in WAYS}
-    try:
-        for server in servers.values():
-            server.start()
-        for server in servers.values():
-            server.wait_ready()
+    with serving(servers.values()):
         for seed in range(rounds):
             for way in sorted(WAYS, reverse=bool(seed % 2)):
+                signal_all(servers[way], signal.SIGCONT)
                 rows[way].append(run_round(servers[way], seed))
-                say("vllm", way, seed, rows[way][-1])
-    finally:
-        for server in servers.values():
-            server.stop()
-    return rows
-
-
-def run_sglang(folder, rounds):
-    """The same, one server after the other."""
-    rows = {}
-    for way, balances in WAYS.items():
-        server = BalancedSglang(
-            folder / way, balances=balances, num_blocks=NUM_BLOCKS, flags=SGLANG_FLAGS
-        )
-        try:
-            server.start()
-            server.wait_ready()
-            rows[way] = []
-            for seed in range(rounds):
-                rows[way].append(run_round(server, seed))
-                say("sglang", way, seed, rows[way][-1])
-        finally:
-            server.stop()
+                signal_all(servers[way], signal.SIGSTOP)
+                say(engine, way, seed, rows[way][-1])
     return rows
 
 
@@ -165,11 +170,10 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="vllm,sglang")
     given = parser.parse_args()
-    runs = {"vllm": run_vllm, "sglang": run_sglang}
     metrics = {}
     with tempfile.TemporaryDirectory(prefix="kvplug-") as folder:
         for engine in given.only.split(","):
-            metrics |= summary(engine, runs[engine](Path(folder) / engine, given.rounds))
+            metrics |= summary(engine, run(engine, Path(folder) / engine, given.rounds))
     path = ROOT / "bench-results" / "balancing.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(metrics, indent=1) + "\n")
