@@ -23,6 +23,10 @@ publisher           the stock wire; stock_pools: CXL pools on it
 replay_server       past batches of it again
 binding, wake       a socket and its address, tried again while it is taken; a thread that waits
 
+vllm_recorder       what vLLM's block pool does, noted; vllm_prompts: its tokens; vllm_notes: the
+                    notes as vLLM's own events; vllm_guard: whether it may
+sglang_recorder     the same of SGLang's trees; sglang_notes, sglang_guard; sglang_scheduler: when
+
 An engine is imported only inside functions, and Numba nowhere: vLLM 0.32 for the CPU does not start
 in a process that has loaded it (docs/decisions.md, 10).
 """

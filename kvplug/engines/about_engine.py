@@ -108,6 +108,11 @@ def vllm_scheduler() -> Any:  # noqa: ANN401
     return _first(_owners_of("update_from_output"))
 
 
+def vllm_core() -> Any:  # noqa: ANN401
+    """The engine core of vLLM that is being made by this thread, None if there is none."""
+    return _first(_owners_of("preprocess_add_request"))
+
+
 class _Path:
     """Attributes of attributes; None where there is none."""
 

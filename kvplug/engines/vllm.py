@@ -12,9 +12,18 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from kvplug.engines.about_engine import about_vllm, note_address, vllm_scheduler
+from kvplug.engines.about_engine import about_vllm, note_address, vllm_core, vllm_scheduler
 from kvplug.engines.life import RECORDER_FAILED
 from kvplug.engines.sender_process import SenderProcess
 from kvplug.engines.settings import (
@@ -26,6 +35,7 @@ from kvplug.engines.settings import (
     warn,
 )
 from kvplug.engines.vllm_guard import refusal
+from kvplug.engines.vllm_prompts import PromptPacker
 from kvplug.engines.vllm_recorder import Recorder, context_of, objection
 from kvplug.protocol import WorkerHello
 
@@ -87,20 +97,27 @@ def create_publisher(*, data_parallel_rank: int = 0, **settings: object) -> Even
         # vLLM's class comes last: it brings the defaults of methods that later versions may add.
         kind = type("KvplugEventPublisher", (VllmPublisher, EventPublisher), {})
         about = about_vllm(data_parallel_rank, variables)
-        return kind(config, data_parallel_rank, about, _scheduler_to_record(variables))
+        return kind(config, data_parallel_rank, about, _engine_to_record(variables))
     except Exception as error:  # noqa: BLE001  # no publisher is no reason for no engine
         warn(logger, "the engine serves without KV events", error)
         return NullEventPublisher()
 
 
-def _scheduler_to_record(variables: PublisherVariables) -> Any:  # noqa: ANN401
-    """The scheduler that makes the publisher; None if its events are to be vLLM's own."""
+class Recorded(NamedTuple):
+    """What of an engine is recorded: its scheduler, and its core, None for a scheduler alone."""
+
+    scheduler: Any
+    core: Any = None
+
+
+def _engine_to_record(variables: PublisherVariables) -> Recorded | None:
+    """The engine that makes the publisher; None if its events are to be vLLM's own."""
     if not variables.records or (scheduler := vllm_scheduler()) is None:
         return None
     if reason := refusal():
         logger.warning("kvplug: %s: %s", _NOT_RECORDED, reason)
         return None
-    return scheduler
+    return Recorded(scheduler, vllm_core())
 
 
 class VllmPublisher:
@@ -111,30 +128,31 @@ class VllmPublisher:
         config: PublisherConfig,
         data_parallel_rank: int,
         about: WorkerHello | None = None,
-        scheduler: Any = None,  # noqa: ANN401  # vLLM's, if it is to be recorded
+        to_record: Recorded | None = None,
     ) -> None:
         self._data_parallel_rank = data_parallel_rank  # as vLLM's own base class has it
         self._config = config
         about = about or WorkerHello(dp_rank=data_parallel_rank)
         self.publisher = SenderProcess(config, about, logger)
         self.recorder: Recorder | None = None
-        self._scheduler = scheduler
+        self._packer: PromptPacker | None = None
+        self._to_record = to_record
 
     def publish(self, events: EventBatch) -> None:
         """Hand over the events of one step; called on the engine's thread."""
         self.publisher.publish(events)
-        if self._scheduler is not None:
+        if self._to_record is not None:
             # The step's events are taken, and no block is between two states.
-            scheduler, self._scheduler = self._scheduler, None
-            self.record(scheduler)
+            engine, self._to_record = self._to_record, None
+            self.record(*engine)
 
     def shutdown(self) -> None:
         """Send what is queued and close; vLLM seldom calls it: `vllm serve` is killed instead."""
         self.publisher.shutdown()
 
-    def record(self, scheduler: Any) -> None:  # noqa: ANN401
+    def record(self, scheduler: Any, core: Any = None) -> None:  # noqa: ANN401
         """Record this scheduler's blocks between two of its steps, if they can be; does not raise.
-        `recorder.detach` ends it.
+        `end_record` ends it. With its engine core prompts are packed when they arrive.
         """
         try:
             manager = scheduler.kv_cache_manager
@@ -143,8 +161,21 @@ class VllmPublisher:
                 return
             self.publisher.tell_recorder(context_of(manager))
             self.recorder = Recorder(manager, self._publish_now, self._go_on_without)
+            if core is not None:
+                self._packer = PromptPacker(core)
         except Exception as error:  # noqa: BLE001  # vLLM's insides may have changed in any way
             warn(logger, _NOT_RECORDED, error)
+
+    def end_record(self) -> None:
+        """Let vLLM make its own events from now on."""
+        if self.recorder is not None:
+            self.recorder.detach()
+            self._end_packing()
+
+    def _end_packing(self) -> None:
+        if self._packer is not None:
+            self._packer.detach()
+            self._packer = None
 
     def _publish_now(self, notes: list[Any]) -> None:
         from vllm.distributed.kv_events import KVEventBatch
@@ -152,6 +183,7 @@ class VllmPublisher:
         self.publish(KVEventBatch(ts=time.time(), events=notes))
 
     def _go_on_without(self, error: Exception) -> None:
+        self._end_packing()
         self.publisher.lose(1, RECORDER_FAILED)
         warn(logger, f"blocks are unknown, and from now on {_NOT_RECORDED}", error)
 

@@ -8,7 +8,8 @@ is. Notes are:
 
     bytes                     a removed block: its hash, then its group in four bytes, big-endian
     (group, block_size, parent or None, hashes, token_ids, start, end)
-                              stored blocks: their hashes, as bytes, and token_ids[start:end]
+                              stored blocks: their hashes, as bytes, and token_ids[start:end],
+                              which are numbers, or bytes of them
     (..., lora_id, lora_name, extra_keys, session_id)
                               the same of a request that has any of these
 
@@ -17,8 +18,11 @@ No vLLM is needed here: the sender process expands.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, Final
+
+from kvplug.engines.vllm_prompts import TOKEN_TYPE
 
 GROUP_BYTES: Final = 4
 _INT_BYTES: Final = 8  # vLLM keeps the last 64 bits of a hash where its events have integers
@@ -64,7 +68,7 @@ class Expander:
             "type": "BlockStored",
             "block_hashes": [self._external(each) for each in hashes],
             "parent_block_hash": None if parent is None else self._external(parent),
-            "token_ids": token_ids[start:end],
+            "token_ids": _as_list(token_ids)[start:end],
             "block_size": block_size,
             "lora_id": lora_id,
             "medium": self._medium,
@@ -83,6 +87,11 @@ class Expander:
         if self._has_int_hashes:
             return int.from_bytes(block_hash[-_INT_BYTES:], "big")
         return block_hash
+
+
+def _as_list(token_ids: list[int] | bytes) -> list[int]:
+    """From kvplug/engines/vllm_prompts.py they come as bytes."""
+    return array(TOKEN_TYPE, token_ids).tolist() if isinstance(token_ids, bytes) else token_ids
 
 
 def _group_fields(kind: str, sliding_window: int | None) -> Event:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvplug.engines.vllm_prompts import packed_tokens
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -238,10 +240,12 @@ class _Details:
         return keys + keys[-1:] * (len(numbers) - len(keys))
 
 
-def _tokens(request: Request, start: int, end: int) -> tuple[list[int], int, int]:
-    """A list of token ids, and where in it these are."""
-    all_ids = request._all_token_ids
-    if len(all_ids) > 2 * (end - start) or getattr(request, "resumable", True):
+def _tokens(request: Request, start: int, end: int) -> tuple[list[int] | bytes, int, int]:
+    """Token ids, and where in them these are."""
+    all_ids, may_be_cut = request._all_token_ids, getattr(request, "resumable", True)
+    if not may_be_cut and (packed := packed_tokens(request, start, end)) is not None:
+        return packed, 0, end - start
+    if len(all_ids) > 2 * (end - start) or may_be_cut:
         return all_ids[start:end], 0, end - start
     # vLLM only appends to it before the batch is encoded: a slice would touch each id once more.
     return all_ids, start, end

@@ -7,6 +7,7 @@ One engine, in this process. Each round runs every mode once, in random order, o
 has seen; between modes the scheduler's publisher is exchanged, and the block pool's event switch or
 kvplug's recorder. A block is stored and another one evicted. Runs are short and rounds many, so
 that what else the machine does falls on all modes alike.
+A prompt is packed when its request arrives, so what that adds there is timed as well.
 Timed are Scheduler.schedule and Scheduler.update_from_output, which is where events are made and
 published: CPU time of the engine's thread, which other work on the machine does not lengthen.
 Rates say nothing here: a tiny model on a CPU is slower than its scheduler.
@@ -80,9 +81,11 @@ class Engine:
             max_num_batched_tokens=TOKENS_PER_STEP,
             kv_events_config=events,
         )
-        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.steps = []
+        self.steps, self.arrival_us = [], 0.0
+        self.core.preprocess_add_request = self._arriving(self.core.preprocess_add_request)
         self.scheduler.schedule = self._timed(self.scheduler.schedule, begins=True)
         self.scheduler.update_from_output = self._timed(self.scheduler.update_from_output)
 
@@ -100,8 +103,18 @@ class Engine:
 
         return timed
 
+    def _arriving(self, method):
+        def arriving(*args, **kwargs):
+            started = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.arrival_us += (time.thread_time() - started) * 1e6
+
+        return arriving
+
     def run(self, mode, rnd):
-        """The steps of one run but the first, which finds another publisher than the last run's."""
+        """One run, without its first step, which finds another publisher than the last run's."""
         prompts = [
             TokensPrompt(prompt_token_ids=[rnd.randrange(10, 4000) for _ in range(PROMPT_TOKENS)])
             for _ in range(PROMPTS_PER_RUN)
@@ -109,13 +122,28 @@ class Engine:
         self.scheduler.kv_event_publisher = mode.publisher or NullEventPublisher()
         self.pool.enable_kv_cache_events = mode.publisher is not None
         if mode.is_recorded:
-            mode.publisher.record(self.scheduler)
-        self.steps = []
+            mode.publisher.record(self.scheduler, self.core)
+        self.steps, self.arrival_us = [], 0.0
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         self.llm.generate(prompts, sampling, use_tqdm=False)
         if mode.is_recorded:
-            mode.publisher.recorder.detach()
-        return self.steps[1:]
+            mode.publisher.end_record()
+        return Run(self.steps[1:], self.arrival_us)
+
+
+class Run(NamedTuple):
+    """The steps, and what vLLM took to take the requests in: hashing them, mostly."""
+
+    steps: list
+    arrival_us: float
+
+    @property
+    def us_per_block(self):
+        return sum(step.cpu_us for step in self.steps) / BLOCKS_PER_RUN
+
+    @property
+    def arrival_us_per_block(self):
+        return self.arrival_us / (PROMPTS_PER_RUN * PROMPT_TOKENS / BLOCK_SIZE)
 
 
 class Mode(NamedTuple):
@@ -183,13 +211,13 @@ def make_modes(subscribers, folder):
 
 
 def measure(engine, modes, num_rounds, rnd):
-    """{mode: the times of a run's steps, per round}; the first round is left out."""
+    """{mode: a Run per round}; the first round is left out."""
     figures = {name: [] for name in modes}
     for round_ in range(num_rounds + 1):
         for name in rnd.sample(list(modes), len(modes)):
-            steps = engine.run(modes[name], rnd)
+            run = engine.run(modes[name], rnd)
             if round_:
-                figures[name].append(steps)
+                figures[name].append(run)
     return figures
 
 
@@ -197,22 +225,22 @@ class Figures:
     """What one mode took: us per block in each round, and above events off of the same round."""
 
     def __init__(self, rounds, off):
-        self.per_block = [per_block(steps) for steps in rounds]
-        added = [each - per_block(base) for each, base in zip(self.per_block, off, strict=True)]
+        pairs = list(zip(rounds, off, strict=True))
+        self.per_block = [run.us_per_block for run in rounds]
+        added = [run.us_per_block - base.us_per_block for run, base in pairs]
         self.low, self.added, self.high = statistics.quantiles(added, n=4)
-        walls = [step.wall_us for steps in rounds for step in steps]
+        arrivals = [run.arrival_us_per_block - base.arrival_us_per_block for run, base in pairs]
+        self.arrival_low, self.arrival, self.arrival_high = statistics.quantiles(arrivals, n=4)
+        walls = [step.wall_us for run in rounds for step in run.steps]
         self.p50_us, self.p99_us = (statistics.quantiles(walls, n=100)[at] for at in (49, 98))
 
     def row(self, name):
         low, median, high = statistics.quantiles(self.per_block, n=4)
         return (
             f"| {name} | {median:.2f} | {low:.2f} to {high:.2f} | {self.added:+.2f} "
-            f"| {self.low:+.2f} to {self.high:+.2f} | {self.p50_us:.0f} | {self.p99_us:.0f} |"
+            f"| {self.low:+.2f} to {self.high:+.2f} | {self.arrival:+.2f} "
+            f"| {self.p50_us:.0f} | {self.p99_us:.0f} |"
         )
-
-
-def per_block(steps):
-    return sum(step.cpu_us for step in steps) / BLOCKS_PER_RUN
 
 
 def report(rounds):
@@ -221,8 +249,9 @@ def report(rounds):
     lines = [
         f"vLLM {__version__}, {num_rounds} rounds of {BLOCKS_PER_RUN} blocks; us of CPU time per "
         "block, and above off in the same round; us of a step by the clock",
-        "| mode | median | quartiles | above off | quartiles | p50 of a step | p99 |",
-        "|---|---|---|---|---|---|---|",
+        "| mode | median | quartiles | above off | quartiles | the same as requests arrive "
+        "| p50 of a step | p99 |",
+        "|---|---|---|---|---|---|---|---|",
         *(each.row(name) for name, each in figures.items()),
         json.dumps(metrics(figures)),
     ]
@@ -242,6 +271,11 @@ def metrics(figures):
             "ratio": round(stock.added / recorded.added, 1),
             "spread": "quartiles",
             "num_rounds": len(recorded.per_block),
+        },
+        "vllm_arrival_added_us": {
+            "value": round(recorded.arrival, 3),
+            "min": round(recorded.arrival_low, 3),
+            "max": round(recorded.arrival_high, 3),
         },
         "vllm_step_p99_us": {
             "value": round(recorded.p99_us),
