@@ -47,7 +47,8 @@ def test_the_index_has_what_the_engine_has(result):
     assert result["num_missing_in_index"] == 0
     assert result["num_extra_in_index"] == 0
     assert result["incomplete"] is None
-    assert result["skipped"] == {}
+    # On a busy machine the follower asks for messages that are on their way, and has them twice.
+    assert result["skipped"].keys() <= {"duplicate"}
 
 
 def test_the_workload_had_evictions_duplicates_and_resets(result):
