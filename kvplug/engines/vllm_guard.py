@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvplug.engines.vllm_notes import Expander
+from kvplug.engines.vllm_prompts import PromptPacker
 from kvplug.engines.vllm_recorder import Recorder, context_of, objection
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class _Cache:
         self._published: list[Any] = []
         self._expand: Callable[[list[Any]], list[Any]] = list
         self._num_requests = 0
+        self.request_block_hasher: Callable[[Request], list[Any]] = _hash_blocks  # as a core has it
         if is_recorded:
+            PromptPacker(self)
             if reason := objection(self.manager):
                 raise RuntimeError(reason)
             self._expand = Expander(context_of(self.manager)).expand
@@ -148,7 +151,7 @@ class _Cache:
             cache_salt=cache_salt or None,
             lora_request=LoRARequest(adapter, 1, "/") if adapter else None,
             mm_features=[MultiModalFeatureSpec(None, "image", image, where)] if image else [],
-            block_hasher=_hash_blocks,
+            block_hasher=self.request_block_hasher,
         )
         request.session_id = session or None
         return request

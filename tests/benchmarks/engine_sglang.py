@@ -194,7 +194,7 @@ def report(kind, page_size, found):
 
 def main():
     torch.set_num_threads(1)
-    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    num_rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     publishers = {"stock": Stock(), "ours": Ours()}
     results = {}
     for kind in MODES:

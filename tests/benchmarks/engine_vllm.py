@@ -285,7 +285,7 @@ def metrics(figures):
     }
 
 
-def main(model_dir, num_rounds=40):
+def main(model_dir, num_rounds=20):
     engine, subscribers = Engine(model_dir), Subscribers()
     modes = {}
     try:

@@ -39,6 +39,7 @@ from vllm.v1.request import Request
 
 from kvplug.engines import vllm_guard
 from kvplug.engines.vllm_notes import Expander
+from kvplug.engines.vllm_prompts import PromptPacker
 from kvplug.engines.vllm_recorder import Recorder, context_of, objection
 
 logging.getLogger("vllm.v1.core.block_pool").disabled = True  # its lines about resets
@@ -53,6 +54,7 @@ class Side:
     def __init__(self, groups, is_recorded):
         hash_block_size = min(each.kv_cache_spec.block_size for each in groups)
         self.hasher = get_request_block_hasher(hash_block_size, SHA256)
+        self.request_block_hasher = self.hasher  # where an engine core has it
         self.manager = KVCacheManager(
             KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
             max_model_len=1000,
@@ -64,6 +66,7 @@ class Side:
         self.pool = self.manager.block_pool
         self.requests, self.published, self.expand, self.recorder = {}, [], list, None
         if is_recorded:
+            PromptPacker(self)
             assert objection(self.manager) == ""
             context = msgspec.msgpack.decode(msgspec.msgpack.encode(context_of(self.manager)))
             self.expand = Expander(context).expand
@@ -85,7 +88,8 @@ class Side:
                 MultiModalFeatureSpec(None, "image", image, PlaceholderRange(offset, length))
                 for image, offset, length in images
             ],
-            block_hasher=self.hasher,
+            # Some are from before there was a recorder.
+            block_hasher=self.hasher if len(self.requests) % 2 else self.request_block_hasher,
             **more,
         )
         self.requests[name] = request

@@ -3,11 +3,14 @@
 tests/engines/test_vllm_recorder.py compares them with vLLM's own.
 """
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from kvplug import codec
 from kvplug.engines.vllm_notes import Expander
+from kvplug.engines.vllm_prompts import PromptPacker, packed_tokens
 
 CONTEXT = {
     "recorder": "vllm",
@@ -38,6 +41,29 @@ def test_stored_blocks_of_a_plain_request():
         ("group_idx", 0),
         ("kv_cache_spec_kind", "full_attention"),
     ]
+
+
+def test_tokens_of_a_packed_prompt():
+    request = SimpleNamespace(_all_token_ids=[2**32 - 1, 6, 7, 8, 9], block_hashes=[])
+    core = SimpleNamespace(request_block_hasher=lambda request: [FIRST, SECOND])
+    own = core.request_block_hasher
+    packer = PromptPacker(core)
+    assert core.request_block_hasher(request) == [FIRST, SECOND]
+    assert request._block_hasher is own  # for the tokens of its answer
+    [event] = expand((0, 2, None, [FIRST], packed_tokens(request, 0, 2), 0, 2))
+    assert event["token_ids"] == [2**32 - 1, 6]
+    assert packed_tokens(request, 4, 6) is None
+    packer.detach()
+    assert core.request_block_hasher is own
+
+
+@pytest.mark.parametrize("token_ids", [[2**32, 1], [-1, 1], ["a"], None])
+def test_a_prompt_that_cannot_be_packed_is_not(token_ids):
+    request = SimpleNamespace(_all_token_ids=token_ids)
+    core = SimpleNamespace(request_block_hasher=lambda request: [FIRST])
+    PromptPacker(core)
+    assert core.request_block_hasher(request) == [FIRST]
+    assert packed_tokens(request, 0, 1) is None
 
 
 def test_a_request_with_an_adapter_a_salt_and_a_session():
