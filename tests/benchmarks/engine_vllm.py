@@ -38,6 +38,7 @@ os.environ |= {
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory, NullEventPublisher
+from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvplug.engines.vllm import register
 
@@ -290,6 +291,7 @@ def main(model_dir, num_rounds=20):
     modes = {}
     try:
         modes = make_modes(subscribers, tempfile.mkdtemp(prefix="kvplug-bench-"))
+        freeze_gc_heap()  # as vLLM's engine core process does when it is ready
         report(measure(engine, modes, num_rounds, random.Random(0)))
         assert modes["kvplug, sender stopped"].publisher.publisher.num_dropped > 0
         assert modes[RECORDED].publisher.publisher.num_dropped == 0
