@@ -267,10 +267,10 @@ class EventStream:
 
     def _begin_again(self) -> None:
         """Batches are lost. What is queued is from before that, and of no use either."""
+        num_dropped = self.num_dropped  # first: what is dropped from here on begins another life
         num_queued = len(self._queue)
         for _ in range(num_queued):
             self._queue.popleft()
-        num_dropped = self.num_dropped
         num_lost = num_dropped - self._num_dropped_before + num_queued
         self._num_dropped_before = num_dropped
         self._on_loss(_Loss(num_lost, QUEUE_FULL))

@@ -57,6 +57,7 @@ _COUNTERS_PAUSE_S: Final = 1.0
 # What a killed engine has written is in its sockets; nothing new comes after such a pause.
 _LAST_WORDS_MS: Final = 200
 _PARENT_PAUSE_MS: Final = 1000
+_NUMBERS_APART: Final = 2**20
 _MAX_LINE: Final = 1000  # characters; a pipe takes 4096 bytes at once or not at all
 
 
@@ -268,7 +269,10 @@ def open_publisher(
     """
     config = without_open_socket(start.config, variables.keys, logger)
     if variables.wire == "vllm":
-        return Publisher(config, start.about.dp_rank, bytes, logger, keys=variables.keys)
+        publisher = Publisher(config, start.about.dp_rank, bytes, logger, keys=variables.keys)
+        if start.num_lost:  # beyond all numbers that the sender before it can have given
+            publisher.num_published = start.next_number + _NUMBERS_APART
+        return publisher
     return EventStream(config, start.about, codec.decode, logger, keys=variables.keys)
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
@@ -71,7 +72,9 @@ class SenderProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._refused, self._is_heard = "", threading.Event()
         self._stopping = threading.Event()
-        self._next_socket: zmq.Socket[bytes] | None = None
+        # Of senders that took another's place: appended by one thread, taken by the engine's.
+        self._new_sockets: deque[zmq.Socket[bytes]] = deque()
+        self._owes_recorder = False
         self._process, self._socket = self._start(0)
         self._reader = threading.Thread(target=self._supervise, name="kvplug-sender", daemon=True)
         self._reader.start()
@@ -107,8 +110,11 @@ class SenderProcess:
         number = self.num_published
         self.num_published = number + 1
         try:
-            if self._next_socket is not None:
+            if self._new_sockets:
                 self._change_socket()
+            if self._owes_recorder:
+                self._socket.send(self._encode(Recorder(self._recorder)), zmq.NOBLOCK)
+                self._owes_recorder = False
             self._socket.send(self._encode((number, batch)), zmq.NOBLOCK)
         except zmq.Again:
             self._drop(number)
@@ -120,11 +126,14 @@ class SenderProcess:
     def tell_recorder(self, context: dict[str, Any]) -> None:
         """What the notes mean that further batches contain."""
         self._recorder = context
-        self._say(Recorder(context))
+        self._owes_recorder = not self._say(Recorder(context))
 
     def lose(self, num_lost: int, reason: str) -> None:
         """The engine no longer knows what it holds."""
-        self._say(Lost(num_lost, reason))
+        if not self._say(Lost(num_lost, reason)):
+            # A number that no batch has says so as well.
+            number, self.num_published = self.num_published, self.num_published + 1
+            self._drop(number)
 
     def shutdown(self) -> None:
         """Send what is queued and end; again is harmless."""
@@ -142,17 +151,22 @@ class SenderProcess:
         self._reader.join(STOP_LIMIT_S)
         _close_pipes(self._process)
         self._socket.close(linger=0)
-        if self._next_socket is not None:
-            self._next_socket.close(linger=0)
+        for socket in self._new_sockets:
+            socket.close(linger=0)
         self._context.term()
 
-    def _say(self, message: Recorder | Lost | None) -> None:
+    def _say(self, message: Recorder | Lost | None) -> bool:
+        """Whether the sender will hear it."""
         try:
-            if self._next_socket is not None:
+            if self._new_sockets:
                 self._change_socket()
             self._socket.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
         except Exception as error:  # noqa: BLE001  # nothing of ours may raise into an engine
             self._count_failure(error)
+            return False
+        return True
 
     def _drop(self, number: int) -> None:
         """Lose a batch: the next one's number shows it, and until then a word besides."""
@@ -169,13 +183,18 @@ class SenderProcess:
     # Starting, and starting again.
 
     def _start(self, num_lost: int) -> tuple[subprocess.Popen[bytes], zmq.Socket[bytes]]:
-        inlet = f"ipc://{_private_folder()}/inlet"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvplug.engines.sender"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-        )
+        self._folder = _private_folder()
+        inlet = f"ipc://{self._folder}/inlet"
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvplug.engines.sender"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_environment(),
+            )
+        except Exception:
+            self._remove_inlet()
+            raise
         start = Start(
             inlet=inlet,
             parent=os.getpid(),
@@ -195,10 +214,16 @@ class SenderProcess:
         socket.send(self._encode(Recorder(self._recorder)), zmq.NOBLOCK)
         return process, socket
 
+    def _remove_inlet(self) -> None:
+        """If the sender has not: it does with the first message."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _change_socket(self) -> None:
         """To that of the new sender; here, as a ZMQ socket is its thread's own."""
-        self._socket.close(linger=0)
-        self._socket, self._next_socket = self._next_socket or self._socket, None
+        while self._new_sockets:
+            self._socket.close(linger=0)
+            self._socket = self._new_sockets.popleft()
+        self._owes_recorder = False  # a new sender begins with it
 
     def _wait_until_heard(self) -> None:
         if not self._is_heard.wait(START_LIMIT_S):
@@ -214,15 +239,18 @@ class SenderProcess:
         while True:
             self._read_reports()
             status = self._process.wait()
-            if self._stopping.is_set() or self._refused or not self._is_heard.is_set():
+            self._remove_inlet()
+            if self._stopping.is_set() or not self._is_heard.is_set():
                 self._refused = self._refused or f"the process that sends KV events ended: {status}"
                 self._is_heard.set()
                 return
             self._logger.warning(
                 "kvplug: the process that sends KV events ended (status %d) and is started again. "
-                "Followers are exact again when the engine's cache is emptied",
+                "Followers are exact again when the engine's cache is emptied%s",
                 status,
+                f": {self._refused}" if self._refused else "",
             )
+            self._refused = ""
             if not self._start_again():
                 return
 
@@ -234,10 +262,13 @@ class SenderProcess:
         while not self._stopping.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             try:
-                self._process, self._next_socket = self._start(1)
+                self._process, socket = self._start(1)
+                self._new_sockets.append(socket)
             except Exception as error:  # noqa: BLE001  # no memory, no room: it may pass
                 self._count_failure(error)
             else:
+                if self._stopping.is_set():
+                    self._process.kill()
                 return True
         return False
 

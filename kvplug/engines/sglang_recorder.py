@@ -204,8 +204,11 @@ class TreeRecorder:
         self.enabled = False
         try:
             self.detach()
-        finally:
-            self._failed(error)
+        except Exception as more:  # noqa: BLE001  # SGLang's recorder cannot go on: nobody records
+            self._stock.enabled = False
+            self._owner.kv_events = self._stock
+            error = more
+        self._failed(error)
 
 
 def recorder_for(owner: Any, failed: Failed) -> RustRecorder | TreeRecorder:  # noqa: ANN401

@@ -169,7 +169,9 @@ class VllmPublisher:
     def end_record(self) -> None:
         """Let vLLM make its own events from now on."""
         if self.recorder is not None:
-            self.recorder.detach()
+            if notes := self.recorder.detach():
+                self._publish_now(notes)
+            self.recorder = None
             self._end_packing()
 
     def _end_packing(self) -> None:

@@ -70,7 +70,10 @@ def test_after_a_kill_nothing_wrong_is_known_and_all_is_once_the_cache_is_empty(
         wait_until(lambda: sender_of(engine) not in (None, first), "another sender starts")
         wait_until(lambda: "sender_lost" in (follower.trust.reason or ""), "the loss is known")
         engine.complete(prompts(rnd, 4))
-        assert followed.blocks() <= set(engine.ask_oracle()["blocks"])
+        wait_until(
+            lambda: followed.blocks() <= set(engine.ask_oracle()["blocks"]),
+            "what the router knows is there",
+        )
         wait_until(engine.reset_prefix_cache, "the cache is empty")
         engine.complete(prompts(rnd, 4))
         wait_until(lambda: is_exact(followed, engine), "the router is exact")

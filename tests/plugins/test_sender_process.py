@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvplug import codec, packed, protocol
 from kvplug.engines.connector_events import BlockLabels
@@ -171,7 +172,7 @@ def test_another_sender_takes_the_place_of_one_that_is_killed(client, caplog):
         first = process.pid
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: process.pid != first, "another one starts")
-        wait_until(lambda: process._next_socket is not None, "it has an inlet")
+        wait_until(lambda: process._new_sockets, "it has an inlet")
         process.publish(engine_batch(2))
         wait_until(lambda: process.counters.num_applied == 1, "it publishes")
         client.join(process.endpoint)
@@ -203,9 +204,52 @@ def test_no_file_of_the_inlet_stays(tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_setting_that_cannot_be_is_named_where_the_engine_starts():
+def test_a_setting_that_cannot_be_is_named_where_the_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ConfigError, match=r"tcp://ADDRESS:PORT"):
         SenderProcess(PublisherConfig(endpoint="tcp://5557"), WorkerHello(), logger)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FullOnce:
+    """A socket that has no room for the first message."""
+
+    def __init__(self, socket):
+        self._socket, self._is_full = socket, True
+
+    def send(self, message, flags):
+        if self._is_full:
+            self._is_full = False
+            raise zmq.Again
+        self._socket.send(message, flags)
+
+    def close(self, linger):
+        self._socket.close(linger=linger)
+
+
+@pytest.mark.parametrize(
+    "tell", [lambda p: p.lose(1, "recorder_failed"), lambda p: p.publish(clear())]
+)
+def test_what_finds_no_room_is_known_to_be_lost(client, tell):
+    with sending() as process:
+        process.publish(engine_batch(1))
+        settle(process)
+        process._socket = FullOnce(process._socket)
+        tell(process)
+        process.publish(engine_batch(2))
+        wait_until(lambda: process.counters.num_applied == 2, "the next batch is applied")
+        client.join(process.endpoint)
+        client.catch_up(process.answers_at)
+        assert client.names() == {2}
+        assert client.about.defects["queue_full"] >= 1
+
+
+def test_what_notes_mean_is_told_again_if_there_was_no_room():
+    with sending() as process:
+        process._socket = FullOnce(process._socket)
+        process.tell_recorder({"recorder": "vllm"})  # and nothing that it takes
+        process.publish(engine_batch(1))
+        wait_until(lambda: process.failures, "the sender has heard of it")
 
 
 @pytest.mark.slow
