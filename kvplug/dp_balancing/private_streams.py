@@ -12,11 +12,8 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import tempfile
-from typing import Final
 
-# A socket's path has 107 bytes at most; the publisher adds the rank, and `_answers`.
-_MAX_FOLDER_BYTES: Final = 70
+from kvplug.engines.binding import private_folder
 
 
 def private_streams() -> dict[str, object]:
@@ -30,9 +27,7 @@ def private_streams() -> dict[str, object]:
 
 
 def _new_folder() -> str:
-    usual = tempfile.gettempdir()
-    parent = usual if len(os.fsencode(usual)) <= _MAX_FOLDER_BYTES else "/tmp"
-    folder = tempfile.mkdtemp(prefix="kvplug-", dir=parent)
+    folder = private_folder()
     atexit.register(_remove, folder, os.getpid())
     return folder
 

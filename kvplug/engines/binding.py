@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Final
@@ -18,6 +20,8 @@ from kvplug.errors import ConfigError, TransportError
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 8.0
+# A socket's path has 107 bytes at most; an endpoint adds its name, a rank and `_answers`.
+_MAX_FOLDER_BYTES: Final = 70
 # What may pass: another process holds the port, an interface is not up yet.
 _PASSING: Final = frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ENODEV})
 
@@ -43,6 +47,13 @@ def endpoint_of_rank(endpoint: str, dp_rank: int) -> str:
     if port in ("0", "*"):
         return endpoint
     return f"tcp://{host}:{int(port) + dp_rank}"
+
+
+def private_folder() -> str:
+    """A new folder that only this user can enter, with a path short enough for a socket's."""
+    usual = tempfile.gettempdir()
+    is_short = len(os.fsencode(usual)) <= _MAX_FOLDER_BYTES
+    return tempfile.mkdtemp(prefix="kvplug-", dir=usual if is_short else "/tmp")
 
 
 def local_endpoint(endpoint: str) -> str | None:

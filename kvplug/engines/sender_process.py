@@ -15,8 +15,8 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections import Counter, deque
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import IO, Any, Final
 import msgspec
 import zmq
 
+from kvplug.engines.binding import private_folder
 from kvplug.engines.sender_messages import (
     NUMBER_BYTES,
     Counters,
@@ -50,7 +51,7 @@ STOP_LIMIT_S: Final = 3.0
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 8.0
-_MAX_FOLDER_LENGTH: Final = 70  # a socket's path has 107 bytes at most
+_STEADY_S: Final = 60.0  # a sender that ran for so long is none that cannot run
 
 
 class SenderProcess:
@@ -75,6 +76,8 @@ class SenderProcess:
         # Of senders that took another's place: appended by one thread, taken by the engine's.
         self._new_sockets: deque[zmq.Socket[bytes]] = deque()
         self._owes_recorder = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._named_end: tuple[int, str] | None = None
         self._process, self._socket = self._start(0)
         self._reader = threading.Thread(target=self._supervise, name="kvplug-sender", daemon=True)
         self._reader.start()
@@ -183,7 +186,7 @@ class SenderProcess:
     # Starting, and starting again.
 
     def _start(self, num_lost: int) -> tuple[subprocess.Popen[bytes], zmq.Socket[bytes]]:
-        self._folder = _private_folder()
+        self._folder, self._started_s = private_folder(), time.monotonic()
         inlet = f"ipc://{self._folder}/inlet"
         try:
             process = subprocess.Popen(
@@ -244,23 +247,30 @@ class SenderProcess:
                 self._refused = self._refused or f"the process that sends KV events ended: {status}"
                 self._is_heard.set()
                 return
+            if time.monotonic() - self._started_s > _STEADY_S:
+                self._pause_s, self._named_end = _FIRST_PAUSE_S, None
+            self._name_end(status, self._refused)
+            self._refused = ""
+            if not self._start_again():
+                return
+
+    def _name_end(self, status: int, refused: str) -> None:
+        """Once, however often a sender that cannot run is started again."""
+        if self._named_end != (status, refused):
+            self._named_end = status, refused
             self._logger.warning(
                 "kvplug: the process that sends KV events ended (status %d) and is started again. "
                 "Followers are exact again when the engine's cache is emptied%s",
                 status,
-                f": {self._refused}" if self._refused else "",
+                f": {refused}" if refused else "",
             )
-            self._refused = ""
-            if not self._start_again():
-                return
 
     def _start_again(self) -> bool:
         """Whether there is a new sender; no only if there is to be none."""
         _close_pipes(self._process)
         self._num_lost, self.counters = self.num_dropped + 1, Counters()
-        pause_s = _FIRST_PAUSE_S
-        while not self._stopping.wait(pause_s):
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        while not self._stopping.wait(self._pause_s):
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             try:
                 self._process, socket = self._start(1)
                 self._new_sockets.append(socket)
@@ -297,13 +307,6 @@ def _environment() -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     path = [package, *(each for each in sys.path if each and each != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-
-
-def _private_folder() -> str:
-    """For a socket that nobody else may connect to; its path must be short."""
-    folder = tempfile.gettempdir()
-    is_short = len(folder) <= _MAX_FOLDER_LENGTH
-    return tempfile.mkdtemp(prefix="kvplug-", dir=folder if is_short else "/tmp")
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

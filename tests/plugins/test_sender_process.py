@@ -182,6 +182,28 @@ def test_another_sender_takes_the_place_of_one_that_is_killed(client, caplog):
     assert "ended (status -9) and is started again" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_sender_that_cannot_start_again_is_named_once_and_tried_until_it_can(
+    client, caplog, monkeypatch
+):
+    with sending() as process:
+        first = process.pid
+        monkeypatch.setenv("KVPLUG_WIRE", "nats")
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: "KVPLUG_WIRE: expected kvplug or vllm" in caplog.text, "it is named")
+        refused = process.pid
+        wait_until(lambda: process.pid != refused, "it is tried again")
+        monkeypatch.delenv("KVPLUG_WIRE")
+
+        def is_heard():
+            process.publish(engine_batch(2))  # what those before it were given is lost
+            return process.counters.num_received > 0
+
+        wait_until(is_heard, "one that runs has its place")
+        client.join(process.endpoint)
+    assert caplog.text.count("KVPLUG_WIRE: expected") == 1
+
+
 def test_shutdown_sends_what_is_queued_and_again_is_harmless(client):
     with sending() as process:
         client.join(process.endpoint)
