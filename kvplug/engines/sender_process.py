@@ -153,6 +153,7 @@ class SenderProcess:
             self._process.wait()
         self._reader.join(STOP_LIMIT_S)
         _close_pipes(self._process)
+        self._remove_inlet()
         self._socket.close(linger=0)
         for socket in self._new_sockets:
             socket.close(linger=0)
