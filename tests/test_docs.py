@@ -251,7 +251,7 @@ def test_decisions_that_are_referred_to_exist():
 
 def test_every_error_code_is_documented():
     codes = set()
-    for path in (ROOT / "kvplug" / "server").glob("*.py"):
+    for path in (ROOT / "kvplug" / "server").rglob("*.py"):
         codes |= set(re.findall(r'code="(\w+)"', path.read_text()))
     assert {"worker_lost", "no_worker"} <= codes
     assert codes <= set(re.findall(r"`(\w+)`", SETTINGS))

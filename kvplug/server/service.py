@@ -18,16 +18,16 @@ from aiohttp import web
 from kvplug.audit.audit import Audit
 from kvplug.http_service import stopped_by_signals, url_of
 from kvplug.router.core import Router
-from kvplug.server.app import Api
+from kvplug.server.api.app import Api
+from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.board import Diagnosis
-from kvplug.server.fleet import Fleet
-from kvplug.server.health import Health
-from kvplug.server.listening import Listener, max_connections, raise_descriptor_limit
-from kvplug.server.metrics import Metrics
-from kvplug.server.prompts import Prompts
-from kvplug.server.proxy import Proxy
-from kvplug.server.upstream import Upstream
+from kvplug.server.observability.health import Health
+from kvplug.server.observability.metrics import Metrics
+from kvplug.server.proxy.forwarding import Proxy
+from kvplug.server.proxy.listening import Listener, max_connections, raise_descriptor_limit
+from kvplug.server.proxy.upstream import Upstream
+from kvplug.server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 

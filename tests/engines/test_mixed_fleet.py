@@ -9,7 +9,7 @@ from examples.launch.vllm_server import VllmServer
 from kvplug.events import Rank
 from kvplug.hashing import as_tokens, seed_of
 from kvplug.router.config import RouterConfig
-from kvplug.server.bodies import namespace_of
+from kvplug.server.api.bodies import namespace_of
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.service import RouterService
 from tests.engines.engine_pool import uses

@@ -23,14 +23,14 @@ from kvplug.errors import UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import UNCONFIRMED, Trust
+from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.checks import check_all
 from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.probe import Prober, compare_tokenization
 from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
-from kvplug.server.fleet import Fleet, Worker
-from kvplug.server.prompts import Prompts
+from kvplug.server.workers.fleet import Fleet, Worker
 
 logger = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from kvplug.audit.audit import Audit
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
+from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding, table_of
 from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
-from kvplug.server.fleet import Fleet, Worker
-from kvplug.server.health import Health
-from kvplug.server.prompts import Prompts
-from kvplug.server.upstream import Upstream
+from kvplug.server.observability.health import Health
+from kvplug.server.proxy.upstream import Upstream
+from kvplug.server.workers.fleet import Fleet, Worker
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 

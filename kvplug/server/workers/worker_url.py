@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from kvplug.protocol import WorkerHello
-from kvplug.server.hosts import host_of, in_brackets, is_loopback, is_wildcard
+from kvplug.server.workers.hosts import host_of, in_brackets, is_loopback, is_wildcard
 
 _SET: Final = "set KVPLUG_WORKER_URL at the engine, or give its --worker as URL,events=ENDPOINT"
 _SILENT: Final = (

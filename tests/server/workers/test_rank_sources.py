@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvplug.server.config import WorkerSpec
-from kvplug.server.rank_sources import RankSource, of_sglang, of_vllm, sources_of
+from kvplug.server.workers.rank_sources import RankSource, of_sglang, of_vllm, sources_of
 from kvplug.transports import TRANSPORTS
 from kvplug.transports.memory import MemoryTransport
 

@@ -16,12 +16,12 @@ from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
-from kvplug.server.audit_metrics import families_of
+from kvplug.server.api.prompts import Prompts
 from kvplug.server.diagnosis.board import Diagnosis
-from kvplug.server.fleet import Fleet
-from kvplug.server.listening import Listener
-from kvplug.server.prompts import Prompts
-from kvplug.server.proxy import Proxy, WorkerCounts
+from kvplug.server.observability.audit_metrics import families_of
+from kvplug.server.proxy.forwarding import Proxy, WorkerCounts
+from kvplug.server.proxy.listening import Listener
+from kvplug.server.workers.fleet import Fleet
 
 _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
     "kvplug_requests": ("requests sent to the worker", lambda c: c.num_requests),

@@ -25,9 +25,9 @@ from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, UNUSED, TrustState
 from kvplug.protocol import WorkerHello
 from kvplug.router.core import Router
-from kvplug.server import rank_sources
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.model_cards import (
+from kvplug.server.workers import rank_sources
+from kvplug.server.workers.model_cards import (
     ModelTable,
     Served,
     model_of,
@@ -35,9 +35,9 @@ from kvplug.server.model_cards import (
     served_by,
     with_root,
 )
-from kvplug.server.rank_sources import RankSource, sources_of
-from kvplug.server.worker_events import WorkerEvents
-from kvplug.server.worker_url import url_said
+from kvplug.server.workers.rank_sources import RankSource, sources_of
+from kvplug.server.workers.worker_events import WorkerEvents
+from kvplug.server.workers.worker_url import url_said
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from kvplug.ingest.trust import Trust
 from kvplug.server.diagnosis.finding import Code
 from tests.server.engine import Engine, served
 from tests.server.kvplug_publisher import publishing
-from tests.server.test_discovery import routing
+from tests.server.workers.test_discovery import routing
 from tests.waiting import until
 
 

@@ -25,9 +25,9 @@ from kvplug.events import Namespace
 from kvplug.hashing import Tokens
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
-from kvplug.server.answers import Stream, WholeEvents, usage_of
-from kvplug.server.fleet import Fleet
-from kvplug.server.upstream import LostError, Outgoing, Upstream, passed_on, translated
+from kvplug.server.proxy.answers import Stream, WholeEvents, usage_of
+from kvplug.server.proxy.upstream import LostError, Outgoing, Upstream, passed_on, translated
+from kvplug.server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 

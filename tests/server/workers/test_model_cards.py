@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvplug.server.model_cards import (
+from kvplug.server.workers.model_cards import (
     ModelTable,
     Served,
     model_of,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvplug.audit.audit import Usage
-from kvplug.server.answers import Stream, WholeEvents, usage_of
+from kvplug.server.proxy.answers import Stream, WholeEvents, usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 

@@ -11,7 +11,7 @@ from aiohttp.client_reqrep import ConnectionKey
 
 from kvplug.api_errors import ApiError
 from kvplug.server.diagnosis.finding import Code
-from kvplug.server.upstream import LostError, translated
+from kvplug.server.proxy.upstream import LostError, translated
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing, serving
 

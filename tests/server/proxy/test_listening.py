@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.listening import max_connections
+from kvplug.server.proxy.listening import max_connections
 from kvplug.server.service import RouterService
 from tests.plain_kernels import with_plain_kernels
 from tests.server.engine import Engine, served

@@ -16,7 +16,7 @@ from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.rank_sources import RankSource
+from kvplug.server.workers.rank_sources import RankSource
 from kvplug.topics import Topic
 from kvplug.transports import transports_with
 

@@ -20,7 +20,7 @@ import msgspec
 
 from kvplug.events import MAX_DP_SIZE
 from kvplug.server.config import WorkerSpec
-from kvplug.server.hosts import in_brackets, is_loopback, is_wildcard
+from kvplug.server.workers.hosts import in_brackets, is_loopback, is_wildcard
 from kvplug.transports import TRANSPORTS
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
-from kvplug.server.bodies import Body, has_extra_key, has_unread_fields
+from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
 from kvplug.tokenization.chat_messages import has_media
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvplug.server.sessions import session_of
+from kvplug.server.api.sessions import session_of
 
 ALL_HEADERS = {"x-semantic-cluster-id": "c", "x-session-id": "s", "x-user-id": "u"}
 ALL_FIELDS = {"session_params": {"session_id": "p"}, "session_id": "s", "user_id": "i", "user": "u"}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvplug.api_errors import ApiError
 from kvplug.events import Namespace
-from kvplug.server import bodies
-from kvplug.server.bodies import (
+from kvplug.server.api import bodies
+from kvplug.server.api.bodies import (
     has_extra_key,
     has_unread_fields,
     lora_path_of,

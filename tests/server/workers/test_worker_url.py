@@ -3,7 +3,7 @@
 import pytest
 
 from kvplug.protocol import WorkerHello
-from kvplug.server.worker_url import url_said
+from kvplug.server.workers.worker_url import url_said
 
 ENDPOINT = "tcp://10.0.0.7:5557"
 

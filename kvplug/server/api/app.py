@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_response
-from kvplug.server.bodies import (
+from kvplug.server.api.bodies import (
     Body,
     lora_path_of,
     max_tokens_of,
@@ -22,14 +22,14 @@ from kvplug.server.bodies import (
     read_body,
     unauditable,
 )
+from kvplug.server.api.prompts import Prompts
+from kvplug.server.api.sessions import session_of
 from kvplug.server.config import ServerConfig
-from kvplug.server.fleet import Fleet
-from kvplug.server.health import Health
-from kvplug.server.metrics import Metrics
-from kvplug.server.model_cards import Served
-from kvplug.server.prompts import Prompts
-from kvplug.server.proxy import Forward, Proxy
-from kvplug.server.sessions import session_of
+from kvplug.server.observability.health import Health
+from kvplug.server.observability.metrics import Metrics
+from kvplug.server.proxy.forwarding import Forward, Proxy
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.model_cards import Served
 
 logger = logging.getLogger(__name__)
 

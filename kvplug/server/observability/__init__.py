@@ -1,0 +1,5 @@
+"""What an operator sees.
+
+health    what /health says
+metrics   Prometheus; audit_metrics has the part of the audit
+"""
