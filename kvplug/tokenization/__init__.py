@@ -1,6 +1,7 @@
 """Text to token ids, as the engine does it: for the router, and for a simulated engine.
 
 prompt_tokenizer   bodies of OpenAI's API -> token ids
+prompt_kind        which API a body came by
 model_folder       the files of a model -> its tokenizer and its chat templates
 chat_template      the messages of a chat -> one text
 chat_messages      messages, tools and options, in the form in which a template gets them

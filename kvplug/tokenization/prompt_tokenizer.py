@@ -20,6 +20,7 @@ from kvplug.tokenization.chat_messages import cannot, flag
 from kvplug.tokenization.chat_template import ChatTemplates
 from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
 from kvplug.tokenization.piece_encoder import PieceEncoder
+from kvplug.tokenization.prompt_kind import PromptKind
 
 if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
     from kvplug.hashing import Tokens
@@ -107,13 +108,15 @@ class PromptTokenizer:
         """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
         return self._encode(*self._chat_text(body))
 
-    def first(self, body: Mapping[str, Any], *, is_chat: bool, max_new: int) -> Tokens | None:
-        """Of a chat, or of the first text of a completion.
+    def first(self, body: Mapping[str, Any], kind: PromptKind, *, max_new: int) -> Tokens | None:
+        """Of a conversation, or of the first text of a completion.
 
         None if more than `max_new` characters of it would have to be tokenized: the others are
         known from earlier prompts.
         """
-        if is_chat:
+        if kind in (PromptKind.RESPONSES, PromptKind.MESSAGES):
+            raise TokenizerError(f"cannot render a body of the {kind} API yet")
+        if kind is PromptKind.CHAT:
             return self._encode_within(*self._chat_text(body), max_new)
         with_special = flag(body, "add_special_tokens", True)
         return self._encode_within(_texts(_prompt_of(body))[0], body, with_special, max_new)

@@ -30,6 +30,7 @@ from kvplug.server.observability.metrics import Metrics
 from kvplug.server.proxy.forwarding import Forward, Proxy
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.model_cards import Served
+from kvplug.tokenization.prompt_kind import PromptKind
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Api:
         tokens = await self._prompts.tokens_of(
             {**body, "model": served.base},
             served.root,
-            is_chat=is_chat,
+            kind=PromptKind.CHAT if is_chat else PromptKind.COMPLETION,
             size=len(raw),
             digests=self._fleet.tokenizers_of(model),
             names_extra_keys=self._fleet.names_extra_keys(model),

@@ -1,6 +1,6 @@
 """The body of a request to the token ids that its engine will see.
 
-In:  the JSON body of /v1/completions or /v1/chat/completions.
+In:  the JSON body of a request, and which API it came by.
 Out: uint32 token ids, or None where they cannot be known here: then the request is routed by load
 alone, and the reason is counted and named once.
 """
@@ -19,6 +19,7 @@ from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
 from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
 from kvplug.tokenization.chat_messages import has_media
+from kvplug.tokenization.prompt_kind import PromptKind
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Prompts:
         body: Body,
         root: str,
         *,
-        is_chat: bool,
+        kind: PromptKind,
         size: int,
         digests: Collection[str] = (),
         names_extra_keys: bool = False,
@@ -92,24 +93,22 @@ class Prompts:
             self._note(reason)
             return None
         try:
-            ready = None if is_chat else first_token_ids(body)
+            ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
             if ready is not None:
                 return ready
             tokenizer = self._tokenizer(body["model"], root, digests)
             if tokenizer is None:
                 return None
             if size <= _MAX_INLINE_BYTES:
-                tokens = tokenizer.first(body, is_chat=is_chat, max_new=_INLINE_CHARACTERS)
+                tokens = tokenizer.first(body, kind, max_new=_INLINE_CHARACTERS)
                 if tokens is not None:
                     return tokens
-            return await asyncio.to_thread(
-                tokenizer.first, body, is_chat=is_chat, max_new=sys.maxsize
-            )
+            return await asyncio.to_thread(tokenizer.first, body, kind, max_new=sys.maxsize)
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
-            is_media = is_chat and has_media(body.get("messages"))
+            is_media = kind is PromptKind.CHAT and has_media(body.get("messages"))
             self._note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
             return None
 
