@@ -75,7 +75,7 @@ class WorkerCounts:
 
 
 class Proxy:
-    """forward a request; `counts` by the name of the worker."""
+    """forward a request; or book it, for who forwards it; `counts` by the name of the worker."""
 
     def __init__(self, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream) -> None:
         self.counts = {name: WorkerCounts() for name in fleet.workers}
@@ -92,13 +92,13 @@ class Proxy:
                 workers -= tried
             if lost and not workers:
                 break
-            exchange = _Exchange(self._route(forward, workers))
+            exchange = _Exchange(self.book(forward, workers))
             name = exchange.decision.rank.worker
             try:
                 self._renew_in_time(exchange)
                 return await self._exchange(request, forward, exchange)
             except LostError as error:
-                self._note_loss(name, error)
+                self.note_loss(name, error)
                 tried.add(name)
                 if error.was_reached:
                     lost.add(name)
@@ -116,14 +116,16 @@ class Proxy:
         self._router.renew(exchange.decision.request_id)
         self._renew_in_time(exchange)
 
-    def _note_loss(self, name: str, error: LostError) -> None:
+    def note_loss(self, name: str, error: LostError) -> None:
+        """The worker did not answer a request; one that was not reached is down."""
         self.counts[name].num_lost += 1
         if error.was_reached:
             logger.warning("worker %s went away before it answered: %s", name, error)
         else:
             self._fleet.mark_down(name, str(error))
 
-    def _route(self, forward: Forward, workers: frozenset[str]) -> Decision:
+    def book(self, forward: Forward, workers: frozenset[str]) -> Decision:
+        """Decide on one of these workers and count the request there; ApiError if none can."""
         tokens = _NO_TOKENS if forward.tokens is None else forward.tokens
         try:
             decision = self._router.route(
