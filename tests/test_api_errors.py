@@ -31,3 +31,21 @@ def test_an_answer_and_an_event_say_the_same():
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert json.loads(response.body) == json.loads(event.removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (404, "not_found_error"),
+        (418, "invalid_request_error"),
+        (500, "api_error"),
+        (429, "rate_limit_error"),
+    ],
+)
+def test_of_messages_they_have_anthropics_form(status, kind):
+    error = ApiError(status, "a sentence", code="a_code", retry_after_s=3)
+    body = {"type": "error", "error": {"type": kind, "message": "a sentence"}}
+    assert error_body(error, "/v1/messages") == body
+    assert error_response(error, "/v1/messages").headers["Retry-After"] == "3"
+    event = error_event(error, "/v1/messages/count_tokens")
+    assert event.startswith(b"event: error\ndata: ")

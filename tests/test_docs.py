@@ -22,6 +22,7 @@ from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.ingest.applying import _UNUSABLE
 from kvplug.router.config import Mode, RouterConfig
+from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.cli import parse
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import doctor
@@ -35,6 +36,7 @@ from tests import settings_tables
 from tests.documentation import PAGES, ROOT, anchors, blocks, commands, links, name_of
 
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+HTTP_API = (ROOT / "docs" / "http-api.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -100,7 +102,7 @@ def check_command(words):
             )
     elif program == "curl":
         [url] = [word for word in arguments if word.startswith("http")]
-        assert f" {urlsplit(url).path}`" in SETTINGS
+        assert f" {urlsplit(url).path}`" in HTTP_API
     elif program != "echo":
         assert program in OTHER_PROGRAMS, words
 
@@ -254,7 +256,12 @@ def test_every_error_code_is_documented():
     for path in (ROOT / "kvplug" / "server").rglob("*.py"):
         codes |= set(re.findall(r'code="(\w+)"', path.read_text()))
     assert {"worker_lost", "no_worker"} <= codes
-    assert codes <= set(re.findall(r"`(\w+)`", SETTINGS))
+    assert codes <= set(re.findall(r"`(\w+)`", HTTP_API))
+
+
+def test_every_endpoint_is_documented():
+    documented = set(re.findall(r"`POST (/[\w/]+)`", HTTP_API))
+    assert {endpoint.path for endpoint in ENDPOINTS} <= documented
 
 
 def test_every_reason_that_leaves_a_worker_exact_is_named():

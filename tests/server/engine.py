@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from kvplug.server.api.endpoints import ENDPOINTS
+
 MODEL = "m"
 
 
@@ -16,7 +18,7 @@ class Engine:
     ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
     header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
     /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
-    routes.
+    routes, `card` what /v1/models says besides.
     """
 
     def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
@@ -27,6 +29,7 @@ class Engine:
         self.last_path, self.is_healthy = "", asyncio.Event()
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
+        self.card = {}
 
     async def health(self, request):
         await self.is_healthy.wait()
@@ -34,7 +37,7 @@ class Engine:
 
     async def list_models(self, request):
         self._require_key(request)
-        common = {"object": "model", "owned_by": self.owned_by}
+        common = {"object": "model", "owned_by": self.owned_by} | self.card
         cards = [{"id": name, "root": self.root, **common} for name in self.models]
         base = self.models[0] if self.models else None
         cards += [
@@ -108,8 +111,7 @@ async def served(engine, port=0, **server):
         [
             web.get("/health", engine.health),
             web.get("/v1/models", engine.list_models),
-            web.post("/v1/completions", engine.generate),
-            web.post("/v1/chat/completions", engine.generate),
+            *(web.post(each.path, engine.generate) for each in ENDPOINTS),
             web.route("*", "/{path}", engine.say),
         ]
     )

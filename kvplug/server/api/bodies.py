@@ -19,6 +19,7 @@ from kvplug.api_errors import ApiError
 from kvplug.events import Namespace, salt_with_extra_key
 from kvplug.kernels.json_items import INCOMPLETE, WORDS_PER_ITEM, find_items
 from kvplug.router.options import MAX_TOKENS
+from kvplug.tokenization.prompt_kind import PromptKind
 
 Body = dict[str, Any]
 
@@ -31,6 +32,10 @@ _MAX_TEXT_BYTES: Final = 2**23
 _MAX_VALUES: Final = 2**16
 
 _COMPLETION_TOKENS: Final = 16
+_MAX_TOKENS: Final[dict[PromptKind | None, tuple[str, ...]]] = {
+    PromptKind.CHAT: ("max_completion_tokens", "max_tokens"),
+    PromptKind.RESPONSES: ("max_output_tokens",),
+}
 # Fields with which an engine computes prompt tokens that it has cached, or counts other ones.
 _ODD_FIELDS: Final = (
     "prompt_logprobs",
@@ -133,14 +138,14 @@ def lora_path_of(body: Body) -> str:
     return _text(body, "lora_path")
 
 
-def max_tokens_of(body: Body, *, is_chat: bool) -> int | None:
+def max_tokens_of(body: Body, kind: PromptKind | None) -> int | None:
     """How long the answer may get; None if the body does not say, or nonsense.
 
     OpenAI's default of a completion is 16, which vLLM 0.32 and SGLang 0.5.23 have, too.
     """
-    names = ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+    names = _MAX_TOKENS.get(kind, ("max_tokens",))
     asked = next((body[name] for name in names if body.get(name) is not None), None)
-    if asked is None and not is_chat:
+    if asked is None and kind is PromptKind.COMPLETION:
         return _COMPLETION_TOKENS
     return min(asked, MAX_TOKENS) if type(asked) is int and asked > 0 else None
 

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     MULTIMODAL = "multimodal"
     PROMPT_EMBEDS = "prompt_embeds"
     EXTRA_KEY = "extra_key"
+    NO_PREFIX = "no_prefix"  # embeddings, scores: nothing of them is found in a KV cache
 
 
 _WHY = {
@@ -88,9 +89,9 @@ class Prompts:
         A batch of prompts is represented by its first one.
         """
         if has_extra_key(body) and not names_extra_keys:
-            self._note(Reason.EXTRA_KEY)  # its tokens still count as load
+            self.note(Reason.EXTRA_KEY)  # its tokens still count as load
         if (reason := _unreadable(body)) is not None:
-            self._note(reason)
+            self.note(reason)
             return None
         try:
             ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
@@ -109,10 +110,11 @@ class Prompts:
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
             is_media = kind is PromptKind.CHAT and has_media(body.get("messages"))
-            self._note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
+            self.note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
             return None
 
-    def _note(self, reason: Reason) -> None:
+    def note(self, reason: Reason) -> None:
+        """Count a request; the first one of a reason that has a fix is logged."""
         if reason in _WHY and not self.without_prefix[reason]:
             logger.warning("requests without prefix knowledge: %s: %s", reason, _WHY[reason])
         self.without_prefix[reason] += 1
@@ -128,9 +130,9 @@ class Prompts:
         tokenizer = self.tokenizer_of(model, root)
         if tokenizer is None:
             self.untokenized[model] += 1
-            self._note(Reason.NO_TOKENIZER)
+            self.note(Reason.NO_TOKENIZER)
         elif digests and tokenizer.digest not in digests:
-            self._note(Reason.OTHER_TOKENIZER)
+            self.note(Reason.OTHER_TOKENIZER)
             return None
         return tokenizer
 

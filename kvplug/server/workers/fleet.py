@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import aiohttp
 
@@ -28,8 +28,11 @@ from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers import rank_sources
 from kvplug.server.workers.model_cards import (
+    Cards,
     ModelTable,
     Served,
+    cards_of,
+    joined,
     model_of,
     root_of_sglang,
     served_by,
@@ -56,11 +59,11 @@ class Worker:
 
     url: of its API; None until its publisher says it, if it was named by its event endpoint;
     sources: of the events of each data-parallel rank; followers: of those that publish; models: by
-    name, what it serves, adapters included; lora_paths: by adapter, where it was last loaded
-    from, of former adapters, too; tokenizer: the digest that its hello said last;
-    names_extra_keys: as its hello said last; root: where it loaded its tokenizer from, if
-    /v1/models does not say it; num_times_up: how often it came up, as each time it may be another
-    engine; num_failed_looks: since it last answered one.
+    name, what it serves, adapters included; cards: by name, what it says of each; lora_paths: by
+    adapter, where it was last loaded from, of former adapters, too; tokenizer: the digest that its
+    hello said last; names_extra_keys: as its hello said last; root: where it loaded its tokenizer
+    from, if /v1/models does not say it; num_times_up: how often it came up, as each time it may be
+    another engine; num_failed_looks: since it last answered one.
     """
 
     spec: WorkerSpec
@@ -68,6 +71,7 @@ class Worker:
     followers: dict[int, Follower] = field(default_factory=dict)
     down_because: str | None = "not looked at yet"
     models: dict[str, Served] = field(default_factory=dict)
+    cards: Cards = field(default_factory=dict)
     lora_paths: dict[str, str] = field(default_factory=dict)
     tokenizer: str = ""
     names_extra_keys: bool = False
@@ -176,6 +180,10 @@ class Fleet:
         """What the workers that are up serve, by the name that is asked for, in order."""
         return self._table.served
 
+    def cards(self) -> dict[str, dict[str, Any]]:
+        """What the workers that are up say of these models, by name and in order."""
+        return joined(worker.cards for worker in self.workers.values() if worker.is_up)
+
     def served_as(self, model: str) -> Served | None:
         """What is meant by a name that is asked for, or None."""
         return self._table.known.get(model)
@@ -244,7 +252,8 @@ class Fleet:
             await self._get(url, "/health")
             found = () if worker.is_up else await self._ask_for_sources(worker, url)
             # Each time: adapters come and go while the engine runs.
-            models = with_root(served_by(await self._get(url, "/v1/models")), worker.root)
+            said = await self._get(url, "/v1/models")
+            models, worker.cards = with_root(served_by(said), worker.root), cards_of(said)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             worker.url = url
             self._note_failure(worker, error)

@@ -9,9 +9,12 @@ from which workers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import msgspec
+
+_LENGTH: Final = "max_model_len"
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -30,6 +33,10 @@ class Served(msgspec.Struct, frozen=True):
 
 Models = Mapping[str, Served]
 """What one worker serves, by the name that is asked for."""
+
+
+Cards = Mapping[str, Mapping[str, Any]]
+"""The entries of a worker's /v1/models, by the name that is asked for."""
 
 
 class ModelTable:
@@ -66,6 +73,30 @@ def served_by(answer: bytes) -> dict[str, Served]:
     cards = msgspec.json.decode(answer, type=_List).data
     roots = {card.id: card.root or "" for card in cards if not card.parent}
     return {_name(card): _served(card, roots) for card in cards}
+
+
+def cards_of(answer: bytes) -> dict[str, dict[str, Any]]:
+    """By name, the entries of the same list as the engine wrote them; raises as `served_by`."""
+    whole = msgspec.json.decode(answer, type=_WholeList).data
+    known = msgspec.convert(whole, list[_Card])
+    return {
+        _name(card): {**entry, "id": _name(card)} for card, entry in zip(known, whole, strict=True)
+    }
+
+
+def joined(cards: Iterable[Cards]) -> dict[str, dict[str, Any]]:
+    """The entries of several workers as one list, by name and in order.
+
+    Of a model that several serve, the first entry counts; of `max_model_len` the smallest, as a
+    request may go to any of them.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, card in (each for of_worker in cards for each in of_worker.items()):
+        entry = found.setdefault(name, dict(card))
+        lengths = [n for n in (entry.get(_LENGTH), card.get(_LENGTH)) if type(n) is int]
+        if lengths:
+            entry[_LENGTH] = min(lengths)
+    return dict(sorted(found.items()))
 
 
 def root_of_sglang(answer: bytes) -> str:
@@ -113,3 +144,7 @@ class _ServerInfo(msgspec.Struct):
 
 class _List(msgspec.Struct):
     data: list[_Card]
+
+
+class _WholeList(msgspec.Struct):
+    data: list[dict[str, Any]]

@@ -19,6 +19,7 @@ from kvplug.server.api.bodies import (
     read_body,
     unauditable,
 )
+from kvplug.tokenization.prompt_kind import PromptKind
 from tests.server.engine import Engine
 from tests.server.test_service import routing
 
@@ -128,23 +129,26 @@ def test_the_adapter_beside_the_model_is_read():
 
 
 @pytest.mark.parametrize(
-    ("body", "is_chat", "expected"),
+    ("body", "kind", "expected"),
     [
-        ({}, False, 16),
-        ({"max_tokens": 5}, False, 5),
-        ({"max_tokens": None}, False, 16),
-        ({}, True, None),
-        ({"max_tokens": 5}, True, 5),
-        ({"max_tokens": 5, "max_completion_tokens": 7}, True, 7),
-        ({"max_tokens": "many"}, True, None),
-        ({"max_tokens": 0}, False, None),
-        ({"max_tokens": True}, True, None),
-        ({"max_tokens": 5.5}, True, None),
-        ({"max_tokens": 10**400}, True, 10_000_000),
+        ({}, PromptKind.COMPLETION, 16),
+        ({"max_tokens": 5}, PromptKind.COMPLETION, 5),
+        ({"max_tokens": None}, PromptKind.COMPLETION, 16),
+        ({}, PromptKind.CHAT, None),
+        ({"max_tokens": 5}, PromptKind.CHAT, 5),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, PromptKind.CHAT, 7),
+        ({"max_tokens": "many"}, PromptKind.CHAT, None),
+        ({"max_tokens": 0}, PromptKind.COMPLETION, None),
+        ({"max_output_tokens": 5, "max_tokens": 7}, PromptKind.RESPONSES, 5),
+        ({"max_tokens": 7}, PromptKind.MESSAGES, 7),
+        ({}, PromptKind.MESSAGES, None),
+        ({"max_tokens": True}, PromptKind.CHAT, None),
+        ({"max_tokens": 5.5}, PromptKind.CHAT, None),
+        ({"max_tokens": 10**400}, PromptKind.CHAT, 10_000_000),
     ],
 )
-def test_how_long_an_answer_may_get(body, is_chat, expected):
-    assert max_tokens_of(body, is_chat=is_chat) == expected
+def test_how_long_an_answer_may_get(body, kind, expected):
+    assert max_tokens_of(body, kind) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""What a request asks for: its body to all that a decision needs.
+
+In:  the raw body, the endpoint, the headers.   Out: a Forward, or ApiError.
+
+Every way to ask the router goes through here: what it forwards itself, and what it decides for
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvplug.api_errors import ApiError
+from kvplug.hashing import Tokens
+from kvplug.server.api.bodies import (
+    Body,
+    lora_path_of,
+    max_tokens_of,
+    namespace_of,
+    read_body,
+    unauditable,
+)
+from kvplug.server.api.endpoints import Endpoint
+from kvplug.server.api.prompts import Prompts, Reason
+from kvplug.server.api.sessions import session_of
+from kvplug.server.config import ServerConfig
+from kvplug.server.proxy.forwarding import Forward
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.model_cards import Served
+
+WORKER_HEADER: Final = "x-kvplug-worker"
+"""Of --router-mode direct: a worker, as --worker names it."""
+
+
+class Asked:
+    """forward_of a raw body; model_of and tokens_of one that is read."""
+
+    def __init__(self, config: ServerConfig, fleet: Fleet, prompts: Prompts) -> None:
+        self._fleet, self._prompts = fleet, prompts
+        self._uses_sessions = config.router.mode == "rendezvous_hash"
+        self._is_direct = config.router.mode == "direct"
+
+    async def forward_of(
+        self, raw: bytes, endpoint: Endpoint, headers: Mapping[str, str]
+    ) -> Forward:
+        """The request as it goes on; ApiError for a body that cannot be read, and for a model
+        that nobody serves.
+        """
+        body = await read_body(raw)
+        model, served = self.model_of(body)
+        return Forward(
+            model=model,
+            body=raw,
+            tokens=await self.tokens_of(body, (model, served), endpoint, len(raw)),
+            namespace=namespace_of(body, served.lora_name),
+            max_tokens=max_tokens_of(body, endpoint.kind) if endpoint.generates else 0,
+            streams=body.get("stream") is True,
+            unauditable=unauditable(body),
+            session=session_of(headers, body, raw) if self._uses_sessions else "",
+            worker=headers.get(WORKER_HEADER, "") if self._is_direct else "",
+        )
+
+    async def tokens_of(
+        self, body: Body, asked: tuple[str, Served], endpoint: Endpoint, size: int
+    ) -> Tokens | None:
+        """The prompt's token ids; None, with a reason that is counted, where they are not known."""
+        if endpoint.kind is None:
+            self._prompts.note(Reason.NO_PREFIX)
+            return None
+        model, served = asked
+        return await self._prompts.tokens_of(
+            {**body, "model": served.base},
+            served.root,
+            kind=endpoint.kind,
+            size=size,
+            digests=self._fleet.tokenizers_of(model),
+            names_extra_keys=self._fleet.names_extra_keys(model),
+        )
+
+    def model_of(self, body: Body) -> tuple[str, Served]:
+        """The model that a body asks for, by the name that workers know it by; ApiError."""
+        model, models = body.get("model"), self._fleet.models
+        if model is None and len(models) == 1:
+            [model] = models  # vLLM too takes a body without a model
+        adapter = f"{model}:{lora_path_of(body)}"
+        if adapter in models:
+            model = adapter  # as SGLang names it
+        if not isinstance(model, str):
+            raise ApiError(400, "the body must name a model", code="model_required", param="model")
+        if (served := self._fleet.served_as(model)) is not None:
+            return model, served
+        if models:
+            message = f"the model {model!r} does not exist; served are: {', '.join(models)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        message = f"no worker that serves model {model!r} can be reached now"
+        raise ApiError(503, message, code="no_worker")
