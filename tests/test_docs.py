@@ -40,7 +40,7 @@ HTTP_API = (ROOT / "docs" / "http-api.md").read_text()
 ENGINES = (ROOT / "docs" / "engines.md").read_text()
 EVENTS = (ROOT / "docs" / "events.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-OTHER_PROGRAMS = {"source", "kill", "umask", "mkdir", "cp"}
+OTHER_PROGRAMS = {"nginx", "source", "kill", "umask", "mkdir", "cp"}
 OF_PUBLISHERS = {
     value for value in vars(publisher_settings).values() if str(value).startswith("KVPLUG_")
 }

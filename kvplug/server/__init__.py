@@ -6,6 +6,7 @@ compilation    of the kernels, before anything is served
 service        start, serve, stop
 api/           the HTTP routes, and what a request's body says
 proxy/         from a client to a worker and back
+nginx/         decisions for an nginx that forwards itself
 workers/       the engines: which are up, what they serve, whether their events arrive
 diagnosis/     what is wrong with the fleet's set-up
 observability/ what an operator sees: health, metrics

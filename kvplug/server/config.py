@@ -5,6 +5,8 @@ In:  values from the command line.   Out: frozen objects, or a ConfigError in on
 
 from __future__ import annotations
 
+import grp
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ _FORM = (
     f"{_WORKER}, like http://127.0.0.1:8100, tcp://127.0.0.1:5557 or "
     "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
+_LISTEN = re.compile(r"^(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}\Z")
+_PLAIN_PATH = re.compile(r"^[A-Za-z0-9/._+-]{1,80}\Z")
 _KEYS = ("events", "replay", "topic", "block_size", "dp_size")
 
 
@@ -228,6 +232,26 @@ class ServerConfig:
         limits=Limits("in [0, 1]", lambda value: 0 <= finite(value) <= 1),
         flag="--audit-sample",
     )
+    nginx_config: Path | None = setting(
+        None,
+        "a file to write at each start: the configuration of an nginx that moves the bytes while "
+        "the router decides ([how](deploying.md#nginx)). Its folder gets the socket of the "
+        "decisions, and what nginx writes",
+        flag="--nginx-config FILE",
+    )
+    nginx_listen: str = setting(
+        "127.0.0.1:8080",
+        "where that nginx listens",
+        flag="--nginx-listen HOST:PORT",
+        limits=Limits("HOST:PORT, like 127.0.0.1:8080 or *:80", lambda v: bool(_LISTEN.match(v))),
+    )
+    nginx_group: str | None = setting(
+        None,
+        "a group of nginx's workers, if they run as another user than the router: its members may "
+        "use the socket. The router's user must be one of them",
+        flag="--nginx-group GROUP",
+        limits=Limits("a group of this machine", lambda v: v is None or _is_group(v)),
+    )
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -240,6 +264,7 @@ class ServerConfig:
         _ = self.worker_api_key, self.event_keys  # check themselves
         self._require_topics()
         self._require_urls()
+        self._require_nginx()
 
     @property
     def worker_api_key(self) -> str | None:
@@ -313,3 +338,26 @@ class ServerConfig:
                     f"worker {worker.name!r}: expected the URL of its API, as this router follows "
                     "no events, which would say it"
                 )
+
+    def _require_nginx(self) -> None:
+        """Its paths go into nginx's configuration, where other characters have a meaning."""
+        if self.nginx_config is None:
+            return
+        if not _PLAIN_PATH.match(str(self.nginx_config.absolute())):
+            raise ConfigError(
+                "nginx_config: expected a path of at most 80 letters, digits and ./+_-, got "
+                f"{str(self.nginx_config)!r}"
+            )
+        for worker in self.workers:
+            if worker.url is not None and worker.url.startswith("https:"):
+                raise ConfigError(
+                    f"worker {worker.name!r}: expected http:// with nginx_config, as nginx is told "
+                    "no certificates of workers"
+                )
+
+
+def _is_group(name: str) -> bool:
+    try:
+        return bool(grp.getgrnam(name))
+    except KeyError:
+        return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -18,10 +19,12 @@ from aiohttp import web
 from kvplug.audit.audit import Audit
 from kvplug.http_service import stopped_by_signals, url_of
 from kvplug.router.core import Router
-from kvplug.server.api.app import Api
+from kvplug.server.api.app import Api, Forwards
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.board import Diagnosis
+from kvplug.server.nginx.decisions import Decisions
+from kvplug.server.nginx.front import NginxFront
 from kvplug.server.observability.health import Health
 from kvplug.server.observability.metrics import Metrics
 from kvplug.server.proxy.forwarding import Proxy
@@ -62,6 +65,10 @@ class RouterService:
             await self._runner.setup()
             await self._listener.start(self._runner, self.config.host, self.config.port)
             started.callback(self._listener.stop)
+            if self.config.nginx_config is not None:
+                nginx = self._make_nginx(self.config.nginx_config.absolute(), prompts)
+                await nginx.start(self._listener.address[1])
+                started.push_async_callback(nginx.stop)
             self._started = started.pop_all()
         return self
 
@@ -78,12 +85,20 @@ class RouterService:
         """Where it listens, with the port that was taken."""
         return url_of(*self._listener.address)
 
-    def _make_runner(self, prompts: Prompts) -> web.AppRunner:
+    def _make_api(self, prompts: Prompts, forwards: Forwards) -> Api:
         listener = self._listener
         metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
         health = Health(self.fleet, self.router, self.audit, self.diagnosis)
-        api = Api(self.config, self.fleet, self.proxy, prompts, metrics, health)
-        api.application.middlewares.insert(0, listener.middleware)
+        return Api(self.config, self.fleet, forwards, prompts, metrics, health)
+
+    def _make_nginx(self, file: Path, prompts: Prompts) -> NginxFront:
+        self.decisions = Decisions(self.router, self.fleet, self.proxy)
+        api = self._make_api(prompts, self.decisions)
+        return NginxFront(self.config, file, self.decisions, api.application)
+
+    def _make_runner(self, prompts: Prompts) -> web.AppRunner:
+        api = self._make_api(prompts, self.proxy)
+        api.application.middlewares.insert(0, self._listener.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.
         return web.AppRunner(
             api.application,

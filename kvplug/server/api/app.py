@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 import aiohttp
 from aiohttp import web
@@ -20,7 +20,7 @@ from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.health import Health
 from kvplug.server.observability.metrics import Metrics
-from kvplug.server.proxy.forwarding import Proxy
+from kvplug.server.proxy.forwarding import Forward
 from kvplug.server.workers.fleet import Fleet
 from kvplug.setting import shown
 
@@ -31,6 +31,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ENDPOINTS: Final = {each.path: each for each in ENDPOINTS}
 
 
+class Forwards(Protocol):
+    """Who sends a request on: the proxy, or nginx, which is told where to."""
+
+    async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
+        """What the client gets."""
+
+
 class Api:
     """The handlers; `application` has them on their routes."""
 
@@ -38,7 +45,7 @@ class Api:
         self,
         config: ServerConfig,
         fleet: Fleet,
-        proxy: Proxy,
+        proxy: Forwards,
         prompts: Prompts,
         metrics: Metrics,
         health: Health,
