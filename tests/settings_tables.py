@@ -22,6 +22,9 @@ def flags():
         for field, known in settings_of(config)
     ]
     rows.append(("`--log-level`", "info", "debug, info, warning, error"))
+    rows.append(("`--config FILE`", "none", "[file of settings](#a-file-of-settings)"))
+    text = "print the settings that would be used, and exit: 0, or 2 if they are wrong"
+    rows.append(("`--check-config`", "off", text))
     return _table(("flag", "default", "meaning"), rows)
 
 
@@ -35,7 +38,7 @@ def fields():
 
 def _same_as(field, known):
     # A switch turns its field off.
-    return f"{'False ' if field.default is True else ''}as {_flag(known)}"
+    return f"{'False ' if field.default is True else ''}as `{known.flags[0]}`"
 
 
 def _flag(known):

@@ -192,13 +192,23 @@ def test_targets_and_flags_in_the_text_exist(page):
 def all_flags():
     parsers = (doctor._parser(), engine_cli._parser(), replay_cli._parser())
     ours = {flag for parser in parsers for flag in parser._option_string_actions}
-    return ours | {"--log-level", *of_router(), *of_tests()} | OF_ENGINES | OF_OTHERS
+    return (
+        ours
+        | {"--log-level", "--config", "--check-config", *of_router(), *of_tests()}
+        | OF_ENGINES
+        | OF_OTHERS
+    )
 
 
 def of_router():
     for config in (RouterConfig, ServerConfig):
         for _, known in settings_of(config):
             yield from known.flags
+
+
+def aliases():
+    configs = (RouterConfig, ServerConfig)
+    return {flag for each in configs for _, known in settings_of(each) for flag in known.flags[1:]}
 
 
 def of_tests():
@@ -209,7 +219,13 @@ def of_tests():
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_environment_variables_in_the_text_exist(page):
-    known = {*settings_tables.variables(), "KVPLUG_LOG_LEVEL", "KVPLUG_CACHE", BALANCE}
+    known = {
+        *settings_tables.variables(),
+        "KVPLUG_LOG_LEVEL",
+        "KVPLUG_CONFIG",
+        "KVPLUG_CACHE",
+        BALANCE,
+    }
     known |= {"KVPLUG_TEST_EXAMPLES", *OF_PUBLISHERS}
     assert set(re.findall(r"\bKVPLUG_[A-Z_]*[A-Z]", page.read_text())) <= known
 
@@ -292,7 +308,7 @@ def test_every_setting_is_documented_with_its_default(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--help"])
     flags = set(re.findall(r"^ +(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert flags - {"--version"} == set(flags_of_group("python -m kvplug.router")) - {"--mode"}
+    assert flags - {"--version"} == flags_of_group("python -m kvplug.router") - aliases()
 
 
 def test_every_flag_of_the_doctor_is_documented(capsys):
@@ -397,3 +413,14 @@ def test_the_router_in_a_program_works_as_shown():
     exec(code[1], names)
     assert len(names["decisions"]) == 2
     assert len(names["router"].load) == 0
+
+
+def test_the_settings_file_in_the_documentation_is_understood(tmp_path, capsys):
+    [text] = re.findall(r"```yaml\n(workers:.*?)```", SETTINGS, re.DOTALL)
+    path = tmp_path / "kvplug.yaml"
+    path.write_text(text.replace("/models/", f"{tmp_path}/"))
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+    config, _ = parse(["--config", str(path)])
+    assert (len(config.workers), config.router.temperature) == (2, 0.1)
+    assert config.tokenizer_folders["org/small-model"] == tmp_path / "small"

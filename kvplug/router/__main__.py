@@ -1,5 +1,5 @@
-"""The entry point: `python -m kvplug.router`, its doctor and its compiler. See `--help`, or
-docs/settings.md.
+"""The entry point: `kvplug router`, `kvplug doctor` and `kvplug compile`; without the script,
+`python -m kvplug.router`, `... doctor` and `... compile`. See `--help`, or docs/settings.md.
 """
 
 import gc
@@ -10,18 +10,33 @@ import sys
 
 from kvplug.errors import KvplugError
 
+_USAGE = """usage: kvplug router ...    serve (kvplug router --help)
+       kvplug doctor ...    what is misconfigured in a fleet
+       kvplug compile       compile the kernels for an image
+"""
 
-def main() -> int:
+
+def command() -> int:
+    """`kvplug`: what it is to do comes first; returns the exit code."""
+    if sys.argv[1:2] == ["router"]:
+        return main(sys.argv[2:])
+    if sys.argv[1:2] in (["doctor"], ["compile"]):
+        return main(sys.argv[1:])
+    sys.stderr.write(_USAGE)
+    return 0 if sys.argv[1:2] in (["--help"], ["-h"]) else 2
+
+
+def main(argv: list[str]) -> int:
     """Run the standalone router, ask a running one how it is, or compile its kernels; returns the
     exit code.
     """
-    is_doctor, is_compiler = (sys.argv[1:2] == [name] for name in ("doctor", "compile"))
+    is_doctor, is_compiler = (argv[:1] == [name] for name in ("doctor", "compile"))
     if not is_doctor:
         _leave_on_signals()
     if is_compiler:
         from kvplug.server import compilation  # which needs nothing besides the library
 
-        return compilation.main(sys.argv[2:])
+        return compilation.main(argv[1:])
     try:
         import uvloop
 
@@ -35,8 +50,8 @@ def main() -> int:
         )
         return 1
     if is_doctor:
-        return doctor.main(sys.argv[2:])
-    config, log_level = parse(environ=os.environ)
+        return doctor.main(argv[1:])
+    config, log_level = parse(argv, environ=os.environ)
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -61,4 +76,4 @@ def _leave_on_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

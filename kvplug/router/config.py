@@ -40,6 +40,11 @@ _COUNT = Limits("a whole number of at least 0", lambda value: whole(value) >= 0)
 _SLO = Limits("a number above 0, or None", lambda value: value is None or finite(value) > 0)
 
 
+def _mode(text: str) -> str:
+    """Dynamo writes round-robin; what is none is refused by RouterConfig."""
+    return text.replace("-", "_")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """How requests are routed."""
@@ -50,7 +55,7 @@ class RouterConfig:
         "of the first blocks that the worker stores. Blocks of another size are refused, logged "
         "and counted as `block_size`",
         limits=_BLOCK_SIZE,
-        flag="--block-size",
+        flag="--block-size, --kv-cache-block-size",
         default_text="from the events",
     )
     mode: Mode = setting(
@@ -60,6 +65,7 @@ class RouterConfig:
         "all requests of a session; `direct`: the worker that the request names; "
         "`round_robin`: in turn; `random` ([what each is for](routing.md#router-modes))",
         flag="--router-mode, --mode",
+        parse=_mode,
     )
     cost: Cost | None = setting(
         None,
@@ -78,7 +84,7 @@ class RouterConfig:
         "use the cost in blocks, and weigh a block to prefill as this many blocks to decode. A "
         "higher weight favours the cache (TTFT), 0 is pure load balancing",
         limits=WEIGHT.or_none,
-        flag="--kv-overlap-score-weight",
+        flag="--kv-overlap-score-weight, --router-kv-overlap-score-weight",
     )
     host_credit: float | None = setting(
         None,
@@ -86,13 +92,13 @@ class RouterConfig:
         "worth 1. By default the cost in milliseconds counts the time that loading it takes, and "
         "the cost in blocks 0.75",
         limits=SHARE.or_none,
-        flag="--host-credit",
+        flag="--host-credit, --router-host-cache-hit-weight",
     )
     disk_credit: float | None = setting(
         None,
         "the same for a block on disk; 0.25 in blocks",
         limits=SHARE.or_none,
-        flag="--disk-credit",
+        flag="--disk-credit, --router-disk-cache-hit-weight",
     )
     cxl_credit: float | None = setting(
         None,
@@ -104,20 +110,20 @@ class RouterConfig:
         1.0,
         "what a block on the device is worth, 0 to 1: below 1, load weighs more against the cache",
         limits=SHARE,
-        flag="--device-credit",
+        flag="--device-credit, --router-kv-overlap-score-credit",
     )
     device_credit_decay: float = setting(
         0.0,
         "how much less a block on the device is worth on a worker that has more queued prefill "
         "than others: `device_credit` is divided by 1 + this * queued prompts of this length",
         limits=WEIGHT,
-        flag="--device-credit-decay",
+        flag="--device-credit-decay, --router-kv-overlap-score-credit-decay",
     )
     request_weight: float = setting(
         0.0,
         "what each request in flight on a worker adds to its cost, in blocks",
         limits=WEIGHT,
-        flag="--request-weight",
+        flag="--request-weight, --router-decode-active-request-weight",
     )
     moe_boost: float = setting(
         1.0,
@@ -163,7 +169,7 @@ class RouterConfig:
         2.0,
         "how long a routed prompt counts as cached before the engine's event arrives; 0 is off",
         limits=AT_LEAST_0,
-        flag="--speculative-ttl-s",
+        flag="--speculative-ttl-s, --router-predicted-ttl-secs",
     )
     use_kv_events: bool = setting(
         True,
@@ -172,14 +178,14 @@ class RouterConfig:
         "and `--events-bind` are ignored. Set `--block-size` to that of the engines: without "
         "events it is 16",
         limits=SWITCH,
-        flag="--no-kv-events",
+        flag="--no-kv-events, --no-router-kv-events",
         default_text="off",
     )
     approximate_ttl_s: float = setting(
         120.0,
         "with `--no-kv-events`: how long a prompt counts as cached after the last request with it",
         limits=FINITE_ABOVE_0,
-        flag="--approximate-ttl-s",
+        flag="--approximate-ttl-s, --router-ttl-secs",
     )
     stale_confidence: float = setting(
         0.5,

@@ -59,6 +59,14 @@ class WorkerSpec:
         """What it is called, from the start: its URL, or else its event endpoint."""
         return self.url or self.events or ""
 
+    @property
+    def text(self) -> str:
+        """In the form that `--worker` has."""
+        keys = _KEYS if self.url is not None else _KEYS[1:]  # events is its address then
+        parts = [(key, getattr(self, key)) for key in keys]
+        given = [f"{key}={value}" for key, value in parts if value not in (None, "")]
+        return ",".join([self.name, *given])
+
     @classmethod
     def parse(cls, text: str) -> WorkerSpec:
         """From the form that `--worker` has; ConfigError."""
@@ -118,6 +126,30 @@ def _require_http(url: str, text: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerFolder:
+    """Where the tokenizer of a model is; without `model`: of all that have none of their own."""
+
+    folder: Path
+    model: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> TokenizerFolder:
+        """From the form that `--tokenizer` has."""
+        model, equals, folder = text.rpartition("=")
+        if not folder:
+            raise ConfigError(f"tokenizer {text!r}: expected [MODEL=]FOLDER")
+        # A folder may have "=" in its name, a model's name has no leading slash.
+        if equals and model and not model.startswith(("/", ".")):
+            return cls(Path(folder), model)
+        return cls(Path(text))
+
+    @property
+    def text(self) -> str:
+        """In that form."""
+        return f"{self.model}={self.folder}" if self.model else str(self.folder)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the standalone router serves; `router`: how it routes."""
@@ -137,21 +169,22 @@ class ServerConfig:
         default_text="required",
         parse=WorkerSpec.parse,
     )
-    host: str = setting("127.0.0.1", "address to listen on", flag="--host")
+    host: str = setting("127.0.0.1", "address to listen on", flag="--host, --http-host")
     port: int = setting(
         8000,
         "port to listen on; 0 takes a free one, and the log says which",
         limits=Limits("in [0, 65535]", lambda value: 0 <= whole(value) < 2**16),
-        flag="--port",
+        flag="--port, --http-port",
     )
     router: RouterConfig = field(default_factory=RouterConfig)
-    tokenizer: Path | None = setting(
-        None,
-        "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template. By default"
-        " what the engine names for its model: a folder, or a model in this machine's Hugging "
-        "Face cache",
-        flag="--tokenizer FOLDER",
+    tokenizers: tuple[TokenizerFolder, ...] = setting(
+        (),
+        "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template, of one "
+        "`MODEL` or of all others; repeat for each. By default what the engine names for its "
+        "model: a folder, or a model in this machine's Hugging Face cache",
+        flag="--tokenizer [MODEL=]FOLDER",
         default_text="the model's folder",
+        parse=TokenizerFolder.parse,
     )
     worker_api_key_file: Path | None = setting(
         None,
@@ -259,12 +292,16 @@ class ServerConfig:
         for name in ("name", "events", "replay"):
             self._require_distinct(name)
         check_settings(self)
-        if self.tokenizer is not None and not self.tokenizer.is_dir():
-            raise ConfigError(f"tokenizer: expected a folder, {str(self.tokenizer)!r} is none")
+        self._require_folders()
         _ = self.worker_api_key, self.event_keys  # check themselves
         self._require_topics()
         self._require_urls()
         self._require_nginx()
+
+    @property
+    def tokenizer_folders(self) -> dict[str, Path]:
+        """By model; under "" that of all others, if there is one."""
+        return {each.model: each.folder for each in self.tokenizers}
 
     @property
     def worker_api_key(self) -> str | None:
@@ -315,6 +352,15 @@ class ServerConfig:
                     f"{name}={address}; expected an endpoint of its own for each"
                 )
             seen[address] = worker
+
+    def _require_folders(self) -> None:
+        models = [each.model for each in self.tokenizers]
+        for each in self.tokenizers:
+            if not each.folder.is_dir():
+                raise ConfigError(f"tokenizers: expected a folder, {str(each.folder)!r} is none")
+            if models.count(each.model) > 1:
+                whose = f"model {each.model!r}" if each.model else "all models"
+                raise ConfigError(f"tokenizers: {whose} has two; expected one folder for each")
 
     def _require_topics(self) -> None:
         if self.events_bind is None:

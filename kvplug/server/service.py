@@ -51,7 +51,7 @@ class RouterService:
             self.proxy = Proxy(self.router, self.audit, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
-            prompts = Prompts(self.config.tokenizer)
+            prompts = Prompts(self.config.tokenizer_folders)
             self.diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
             started.push_async_callback(self.diagnosis.stop)
             self.diagnosis.start()

@@ -10,7 +10,7 @@ import aiohttp
 
 from examples.launch.vllm_server import VllmServer
 from kvplug.router.config import RouterConfig
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from tests.engines.engine_pool import uses
@@ -120,7 +120,9 @@ async def test_blocks_of_another_size_are_rejected_and_counted(engines):
 
 async def test_a_tokenizer_that_is_not_the_engines_is_named(engines, tmp_path):
     _, other = engines
-    async with routing(spec_of(other), tokenizer=save_word_tokenizer(tmp_path)) as (service, _):
+    async with routing(
+        spec_of(other), tokenizers=(TokenizerFolder(save_word_tokenizer(tmp_path)),)
+    ) as (service, _):
         finding = found(service, other)[Code.TOKENIZER]
         assert finding.expected.startswith("a probe text in ")
         assert finding.seen != finding.expected

@@ -227,7 +227,7 @@ def test_a_flag_outweighs_its_variable():
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"KVPLUG_PORT": "x"}, "--port: invalid int value: 'x'"),
+        ({"KVPLUG_PORT": "x"}, "--port/--http-port: invalid int value: 'x'"),
         ({"KVPLUG_ROUTER_MODE": "magic"}, f"one of {', '.join(get_args(Mode))}; got 'magic'"),
         ({"KVPLUG_NO_KV_EVENTS": "maybe"}, "KVPLUG_NO_KV_EVENTS: expected 1 or 0, got 'maybe'"),
         ({"KVPLUG_WORKER": "nonsense"}, "is no http URL"),

@@ -18,7 +18,7 @@ from kvplug.errors import TransportError
 from kvplug.ingest.follower import Follower
 from kvplug.kernels import costing
 from kvplug.router.config import RouterConfig
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.service import RouterService
 from tests.server.engine import Engine, served
 from tests.waiting import until
@@ -337,7 +337,10 @@ async def test_the_tokenizer_of_a_hub_model_is_in_the_hubs_cache(tmp_path, monke
     ],
 )
 async def test_what_cannot_be_known_of_a_prefix_is_counted_and_named(path, more, reason, caplog):
-    async with routing(Engine(), tokenizer=ensure_tiny_tokenizer()) as (_, client):
+    async with routing(Engine(), tokenizers=(TokenizerFolder(ensure_tiny_tokenizer()),)) as (
+        _,
+        client,
+    ):
         for _ in range(2):
             async with client.post(path, json={"model": "m", **more}) as response:
                 assert response.status == 200

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -59,10 +59,11 @@ class Prompts:
     Counted: `untokenized` by model, `without_prefix` by reason.
     """
 
-    def __init__(self, tokenizer_folder: Path | None) -> None:
+    def __init__(self, tokenizer_folders: Mapping[str, Path]) -> None:
+        """By model, the folder of its tokenizer; under "" that of all others."""
         self.untokenized: Counter[str] = Counter()
         self.without_prefix: Counter[str] = Counter()
-        self._folder = tokenizer_folder
+        self._folders = tokenizer_folders
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
 
     @property
@@ -122,7 +123,8 @@ class Prompts:
     def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
         """The tokenizer of a model, loaded on first use; None if there is none here."""
         if model not in self._tokenizers:
-            self._tokenizers[model] = _load(model, str(self._folder or root))
+            folder = self._folders.get(model) or self._folders.get("")
+            self._tokenizers[model] = _load(model, str(folder or root))
         return self._tokenizers[model]
 
     def _tokenizer(self, model: str, root: str, digests: Collection[str]) -> PromptTokenizer | None:

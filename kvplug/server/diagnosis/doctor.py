@@ -25,7 +25,7 @@ from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
 from kvplug.server.api.prompts import Prompts
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding, table_of
 from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
@@ -68,10 +68,11 @@ def main(argv: Sequence[str]) -> int:
 async def _health(arguments: argparse.Namespace) -> _Health:
     if not arguments.worker:
         return await _ask_router(arguments.url)
+    folder = arguments.tokenizer
     config = ServerConfig(
         workers=tuple(map(WorkerSpec.parse, arguments.worker)),
         router=RouterConfig(block_size=arguments.block_size),
-        tokenizer=arguments.tokenizer,
+        tokenizers=() if folder is None else (TokenizerFolder(folder),),
         worker_api_key_file=arguments.worker_api_key_file,
         events_key_file=arguments.events_key_file,
         events_server_key=arguments.events_server_key,
@@ -96,7 +97,7 @@ async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> 
     audit = Audit(Router(config.router))
     fleet = Fleet(config, audit.router, audit, session)
     diagnosis = Diagnosis(
-        config, fleet, audit, Prompts(config.tokenizer), session, connect_grace_s=0.0
+        config, fleet, audit, Prompts(config.tokenizer_folders), session, connect_grace_s=0.0
     )
     try:
         await fleet.start()

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import ClientSession
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from kvplug.sim.engine_config import SimConfig
@@ -99,7 +99,10 @@ async def following(digest, tokenizer):
         async with served(Engine([MODEL])) as url:
             spec = WorkerSpec(url=url, events=stream.endpoint)
             config = ServerConfig(
-                workers=(spec,), port=0, tokenizer=tokenizer, health_interval_s=0.05
+                workers=(spec,),
+                port=0,
+                tokenizers=(TokenizerFolder(tokenizer),),
+                health_interval_s=0.05,
             )
             async with RouterService(config) as service, ClientSession(service.url) as client:
                 worker = service.fleet.workers[url]

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from kvplug.server.config import TokenizerFolder
 from kvplug.server.diagnosis.finding import Code
 from tests.server.diagnosis.test_facts import METRICS, SERVER_INFO, SOURCE
 from tests.server.engine import Engine
@@ -114,7 +115,7 @@ async def test_an_answer_without_cached_tokens_is_a_finding_until_one_comes():
 
 async def test_text_is_compared_with_what_the_engine_makes_of_it(tiny_tokenizer_dir):
     engine = vllm(tokenize={"count": 3, "max_model_len": 9, "tokens": [1, 2, 3]})
-    async with routing(engine, tokenizer=tiny_tokenizer_dir) as (service, _):
+    async with routing(engine, tokenizers=(TokenizerFolder(tiny_tokenizer_dir),)) as (service, _):
         await until(lambda: Code.TOKENIZER in codes(service), "the tokenizer is found wrong")
         [finding] = [f for f in service.diagnosis.look() if f.code is Code.TOKENIZER]
         assert finding.seen == "a probe text in 3 tokens (1, 2, 3)"

@@ -7,7 +7,7 @@ import pytest
 
 from kvplug import EventBatch, Rank
 from kvplug.router.config import RouterConfig
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from kvplug.sim.engine_config import TimeModel
@@ -94,7 +94,7 @@ async def test_a_stream_that_stays_silent_is_found():
 
 async def test_blocks_that_never_match_are_found_and_forgotten_when_they_do(tiny_tokenizer_dir):
     texts = [chr(ord("a") + number) + " quick fox" * 9 for number in range(10)]
-    async with routing(tokenizer=tiny_tokenizer_dir) as (service, client):
+    async with routing(tokenizers=(TokenizerFolder(tiny_tokenizer_dir),)) as (service, client):
         await ask_all(client, texts)
         await until(lambda: Code.TOKENIZER in codes(service), "the tokenizer is found wrong")
         await until(lambda: Code.NEVER_MATCHES in codes(service), "the mismatch is found")

@@ -8,7 +8,7 @@ import pytest
 
 from examples.launch.engine_env import ensure_tiny_tokenizer
 from kvplug.ingest.trust import Trust
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.finding import Code
 from kvplug.server.service import RouterService
 from kvplug.sim.engine_config import SimConfig
@@ -140,7 +140,7 @@ async def test_text_is_routed_by_load_if_the_engine_has_another_tokenizer(tmp_pa
     for ours, reasons in ((folder, {}), (tmp_path, {"other_tokenizer": 1})):
         async with (
             simulated(tokenizer) as engine,
-            routing(engine.url, tokenizer=ours) as (service, client),
+            routing(engine.url, tokenizers=(TokenizerFolder(ours),)) as (service, client),
         ):
             worker = await known(service, engine.url)
             await until(lambda w=worker: w.tokenizer, "its tokenizer is known")
