@@ -104,6 +104,10 @@ bench-index: $(READY)  ## the index beside Dynamo's RadixTree, ratios to reach; 
 sim-heimdall: $(READY)  ## Heimdall's published example in virtual time, calibrated on its random row; about 10 minutes; bench-results/sim-heimdall.json, .png
 	$(BIN)/python -m tests.benchmarks.sim_heimdall
 
+.PHONY: bench-relay
+bench-relay: $(READY)  ## chunks and one-token requests per CPU second of the router, beside bare proxies on three stacks; ONLY=kvplug,aiohttp; bench-results/relay.json
+	$(BIN)/python -m tests.benchmarks.relay $(if $(ONLY),--only $(ONLY))
+
 .PHONY: bench-outcome
 bench-outcome: SEEDS ?= 5
 bench-outcome: $(READY)  ## what users see with each router, on simulated engines; hours: ONLY=name,name SEEDS=5 FIRST_SEED=N TRACES=folder; bench-results/outcome.json

@@ -240,7 +240,7 @@ class ServerConfig:
     client_timeout_s: float = setting(
         60.0,
         "limit for a client's request to arrive; then 408. An idle connection is closed after "
-        "the same time",
+        "the same time, and so is one whose client reads nothing of its answer",
         limits=ABOVE_0,
         flag="--client-timeout-s",
     )

@@ -48,7 +48,7 @@ class RouterService:
             upstream = await started.enter_async_context(Upstream(self.config))
             session = upstream.session
             self.fleet = Fleet(self.config, self.router, self.audit, session)
-            self.proxy = Proxy(self.router, self.audit, self.fleet, upstream)
+            self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
             prompts = Prompts(self.config.tokenizer_folders)

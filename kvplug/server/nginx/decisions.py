@@ -35,8 +35,8 @@ from kvplug.server.nginx.configuration import (
     WORKER_URL,
 )
 from kvplug.server.nginx.ends import End
+from kvplug.server.proxy.connection import LostError
 from kvplug.server.proxy.forwarding import Forward, Proxy
-from kvplug.server.proxy.upstream import LostError
 from kvplug.server.workers.fleet import Fleet
 
 _UNSEEN: Final = "answer_unseen"

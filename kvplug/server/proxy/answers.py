@@ -8,7 +8,7 @@ Nothing is added to a request: a stream carries its usage only if the client ask
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -42,6 +42,14 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
+def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer with these headers comes event by event."""
+    for name, value in headers:
+        if name.lower() == b"content-type":
+            return value.partition(b";")[0].strip().lower() == b"text/event-stream"
+    return False
+
+
 def usage_of(answer: bytes) -> Usage | None:
     """From an answer, or one chunk of it; None if it has none, or is no such JSON."""
     try:
@@ -66,6 +74,8 @@ class WholeEvents:
 
     def add(self, part: bytes) -> bytes:
         """The whole events so far that were not passed on."""
+        if not self._begun and part.endswith(b"\n\n"):
+            return part
         events = self._begun + part
         ends = [events.rfind(blank) + len(blank) for blank in _BLANK_LINES if blank in events]
         end = max(ends, default=len(events) if len(events) > _MAX_EVENT_BYTES else 0)
@@ -81,31 +91,30 @@ class WholeEvents:
 class Stream:
     """Server-sent events of an answer: add each part, then ask for the usage and the length.
 
-    Only the last bytes are kept.
+    Only the last bytes are kept, and looked at when there are enough of them: a part costs an
+    append.
     """
 
     def __init__(self) -> None:
-        self._parts: deque[bytes] = deque()
-        self._num_bytes = 0
-        # Of the last event's end: a part may begin in the middle of a word.
-        self._num_events, self._before = 0, b"\n"
+        self._parts, self._num_bytes = [b"\n"], 1  # as if behind a line
+        self._num_events_before, self._has_begun = 0, False
 
     def add(self, part: bytes) -> bool:
         """The next part, as it goes to the client; whether it has the first event (a comment,
         which keeps a connection alive, is none).
         """
-        num_before = self._num_events
-        self._num_events += (self._before + part).count(_EVENT)
-        self._before = (self._before + part)[1 - len(_EVENT) :]
         self._parts.append(part)
         self._num_bytes += len(part)
-        while self._num_bytes - len(self._parts[0]) >= _TAIL_BYTES:
-            self._num_bytes -= len(self._parts.popleft())
-        return num_before == 0 < self._num_events
+        if self._num_bytes > 2 * _TAIL_BYTES:
+            self._keep_tail()
+        if self._has_begun:
+            return False
+        self._has_begun = self._num_events > 0
+        return self._has_begun
 
     def usage(self) -> Usage | None:
         """From the last chunk that has one."""
-        for line in reversed(b"".join(self._parts).splitlines()):
+        for line in reversed(self._tail.splitlines()):
             field, _, chunk = line.partition(b":")
             if field == b"data" and b'"usage"' in chunk and (usage := usage_of(chunk)):
                 return usage
@@ -117,8 +126,18 @@ class Stream:
         usage = self.usage()
         if usage is not None and usage.completion_tokens is not None:
             return usage.completion_tokens
-        return self._num_events - self._is_done
+        return self._num_events - (b"data: [DONE]" in self._tail)
 
     @property
-    def _is_done(self) -> bool:
-        return b"data: [DONE]" in b"".join(self._parts)
+    def _tail(self) -> bytes:
+        return b"".join(self._parts)
+
+    @property
+    def _num_events(self) -> int:
+        return self._num_events_before + self._tail.count(_EVENT)
+
+    def _keep_tail(self) -> None:
+        text = self._tail
+        begin = len(text) - _TAIL_BYTES
+        self._num_events_before += text.count(_EVENT, 0, begin + len(_EVENT) - 1)
+        self._parts, self._num_bytes = [text[begin:]], _TAIL_BYTES

@@ -14,7 +14,6 @@ import logging
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import aiohttp
 import numpy as np
 from aiohttp import web
 
@@ -25,14 +24,19 @@ from kvplug.events import Namespace
 from kvplug.hashing import Tokens
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
-from kvplug.server.proxy.answers import Stream, WholeEvents, usage_of
-from kvplug.server.proxy.upstream import LostError, Outgoing, Upstream, passed_on, translated
+from kvplug.server.config import ServerConfig
+from kvplug.server.proxy.answers import is_event_stream, usage_of
+from kvplug.server.proxy.client import ClientAnswer
+from kvplug.server.proxy.connection import Connection, LostError
+from kvplug.server.proxy.relay import Relay
+from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
 from kvplug.server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _MAX_WORKERS_LOST: Final = 2
+_OK: Final = range(200, 300)
 
 
 class Forward(NamedTuple):
@@ -77,9 +81,12 @@ class WorkerCounts:
 class Proxy:
     """forward a request; or book it, for who forwards it; `counts` by the name of the worker."""
 
-    def __init__(self, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream) -> None:
+    def __init__(
+        self, config: ServerConfig, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream
+    ) -> None:
         self.counts = {name: WorkerCounts() for name in fleet.workers}
         self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
+        self._client_timeout_s = config.client_timeout_s
         self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
@@ -155,55 +162,39 @@ class Proxy:
         name, dp_rank = decision.rank.worker, decision.rank.dp_rank
         named = dp_rank if self._fleet.has_ranks(name) else None
         outgoing = Outgoing(self._fleet.url_of(name), named, request, forward.body)
+        client = ClientAnswer(request, self._client_timeout_s)
         async with self._upstream.post(outgoing) as answer:
-            if answer.content_type == "text/event-stream":
-                return await self._stream(request, answer, exchange)
-            with translated():
-                body = await answer.read()
-            if answer.ok:
+            if is_event_stream(answer.headers):
+                await self._stream(answer, client, exchange)
+                return client
+            body = await answer.whole()
+            if answer.status in _OK:
                 usage = usage_of(body)
                 exchange.num_tokens = None if usage is None else usage.completion_tokens
                 self._audit.answered(decision.request_id, usage)
             headers = passed_on(answer.headers)
-            return web.Response(body=body, status=answer.status, headers=headers)
+            status = answer.status
+        await client.send(status, headers, body)
+        return client
 
-    async def _stream(
-        self, request: web.Request, upstream: aiohttp.ClientResponse, exchange: _Exchange
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(status=upstream.status, headers=passed_on(upstream.headers))
-        stream, events, decision = Stream(), WholeEvents(), exchange.decision
-        # The first part is awaited before anything goes out: until then another worker can take
-        # the request over.
-        with translated():
-            part = await upstream.content.readany()
+    async def _stream(self, answer: Connection, client: ClientAnswer, exchange: _Exchange) -> None:
+        decision = exchange.decision
+        relay = Relay(answer, client, lambda: self._router.first_token(decision.request_id))
+        await relay.begin()
         try:
-            await response.prepare(request)
-            while part:
-                if whole := events.add(part):
-                    await response.write(whole)
-                if stream.add(part):
-                    self._router.first_token(decision.request_id)
-                part = await self._next_part(upstream, decision, events)
-            await response.write_eof(events.take_begun())
-            if upstream.ok and upstream.content.exception() is None:
-                exchange.num_tokens = stream.num_tokens
-                self._audit.answered(decision.request_id, stream.usage())
+            await relay.finish()
+        except (LostError, ApiError) as lost:
+            client.end(self._broken(decision.rank.worker, str(lost)))
+            return
         except ConnectionResetError:
             logger.debug("the client of request %s left", decision.request_id)
-        return response
-
-    async def _next_part(
-        self, upstream: aiohttp.ClientResponse, decision: Decision, events: WholeEvents
-    ) -> bytes:
-        """What the worker says next; an error event if it went away, and then nothing."""
-        if upstream.content.exception() is not None:
-            return b""
-        try:
-            with translated():
-                return await upstream.content.readany()
-        except (LostError, ApiError) as lost:
-            events.take_begun()
-            return self._broken(decision.rank.worker, str(lost))
+            return
+        except BaseException:
+            client.abort()
+            raise
+        if answer.status in _OK:
+            exchange.num_tokens = relay.stream.num_tokens
+            self._audit.answered(decision.request_id, relay.stream.usage())
 
     def _broken(self, name: str, reason: str) -> bytes:
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)

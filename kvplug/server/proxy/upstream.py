@@ -1,4 +1,4 @@
-"""POST a client's request to a worker, and tell what a failure means.
+"""Send a client's request to a worker, and tell what a failure means.
 
 In:  a worker's URL, a client's request.   Out: the worker's answer, or an error that says whose
 fault it is: LostError is the worker's, ApiError the router's own or the answer's.
@@ -10,42 +10,36 @@ more on a new connection.
 
 from __future__ import annotations
 
-import io
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace, TracebackType
+import asyncio
+import ssl
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Final, NamedTuple, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
-from yarl import URL
 
 from kvplug.api_errors import ApiError
 from kvplug.http_service import RANK_HEADER, is_local_shortage
 from kvplug.server.config import ServerConfig
+from kvplug.server.proxy.connection import Connection, Headers, LostError
 
 _KEEPALIVE_S: Final = 2.0
-_MAX_HEADER_BYTES: Final = 2**16
-_LARGE_BYTES: Final = 2**16
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_PORTS: Final = {"http": 80, "https": 443}
 # RFC 9110, 7.6.1: these concern one connection; length and host are set anew on each side.
 _HOP_BY_HOP: Final = frozenset(
     (
-        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
-        *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
-        *("host", "content-length", "expect"),
+        *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
+        *(b"host", b"content-length", b"expect"),
     )
 )
-
-
-class LostError(Exception):
-    """The worker did not answer; `was_reached`: it may have begun to work on the request."""
-
-    def __init__(self, reason: str, *, was_reached: bool) -> None:
-        super().__init__(reason)
-        self.was_reached = was_reached
+# The server has decoded the body, and the router reads the usage in the answer.
+_REPLACED: Final = frozenset((b"content-encoding", b"accept-encoding"))
+_RANK: Final = RANK_HEADER.encode()
 
 
 class Outgoing(NamedTuple):
@@ -57,9 +51,22 @@ class Outgoing(NamedTuple):
     body: bytes
 
 
-@dataclass(slots=True)
-class _Attempt:
-    was_reused: bool = False
+class _Address(NamedTuple):
+    """Where a worker's API is; `prefix`: of each path."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    named: bytes
+    prefix: str
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        parts = urlsplit(url)
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        named = parts.netloc.rpartition("@")[2].encode("idna" if parts.netloc.isascii() else "utf8")
+        port = parts.port or _PORTS[parts.scheme]
+        return cls(parts.hostname or "", port, tls, named, parts.path.rstrip("/"))
 
 
 class Upstream:
@@ -67,19 +74,25 @@ class Upstream:
 
     def __init__(self, config: ServerConfig) -> None:
         key = config.worker_api_key
+        # A key of the router's own is never on clients' requests.
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.session = _session(config, aiohttp.TCPConnector(limit=0), headers)
-        self._pooled = _session(
-            config, aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Accept-Encoding": "identity", **headers},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(
+                total=None,
+                sock_connect=config.connect_timeout_s,
+                sock_read=config.request_timeout_s,
+            ),
         )
-        self._unpooled = _session(config, aiohttp.TCPConnector(limit=0, force_close=True))
+        self._connect_timeout_s = config.connect_timeout_s
+        self._max_silence_s = config.request_timeout_s
+        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
+        self._addresses: dict[str, _Address] = {}
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as opened:
-            await opened.enter_async_context(self.session)
-            await opened.enter_async_context(self._pooled)
-            await opened.enter_async_context(self._unpooled)
-            self._opened = opened.pop_all()
+        await self.session.__aenter__()
         return self
 
     async def __aexit__(
@@ -88,103 +101,102 @@ class Upstream:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._opened.aclose()
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
+        await self.session.close()
 
     @asynccontextmanager
-    async def post(self, request: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(self, request: Outgoing) -> AsyncIterator[Connection]:
         """The worker's answer to the client's request; LostError, ApiError."""
-        attempt = _Attempt()
+        address = self._address_of(request.worker)
+        head = _head_of(request, address)
+        connection = self._idle_to(request.worker)
+        is_reused = connection is not None
         try:
-            answer = await _post(self._pooled, request, attempt)
-        except LostError:
-            if not attempt.was_reused:
-                raise
-            answer = await _post(self._unpooled, request, attempt)
-        async with answer:
-            yield answer
+            connection = connection or await self._connected(address)
+            try:
+                await connection.ask(head, request.body)
+            except LostError:
+                if not is_reused or connection.has_spoken:
+                    raise
+                connection = await self._connected(address)
+                await connection.ask(head, request.body)
+            yield connection
+        finally:
+            if connection is not None:
+                self._release(request.worker, connection)
+
+    def _idle_to(self, worker: str) -> Connection | None:
+        """The one that was used last; those that the worker closed are dropped."""
+        idle = self._idle[worker]
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    def _release(self, worker: str, connection: Connection) -> None:
+        if not (connection.is_reusable and connection.is_open):
+            connection.close()
+            return
+        connection.rest(_KEEPALIVE_S)
+        idle = self._idle[worker]
+        idle.append(connection)
+        if not idle[0].is_open:  # the oldest ones close first
+            self._idle[worker] = [each for each in idle if each.is_open]
+
+    def _address_of(self, worker: str) -> _Address:
+        if worker not in self._addresses:
+            self._addresses[worker] = _Address.of(worker)
+        return self._addresses[worker]
+
+    async def _connected(self, address: _Address) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection = Connection(self._max_silence_s)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await loop.create_connection(
+                    lambda: connection, address.host, address.port, ssl=address.tls
+                )
+        except OSError as error:
+            raise connect_error(error) from error
+        return connection
 
 
-async def _post(
-    session: aiohttp.ClientSession, request: Outgoing, attempt: _Attempt
-) -> aiohttp.ClientResponse:
-    headers = passed_on(request.client.headers)
-    headers.popall("Content-Encoding", None)  # the server has decoded the body
-    headers["Accept-Encoding"] = "identity"  # the router reads the usage in the answer
-    if request.dp_rank is not None:
-        headers[RANK_HEADER] = str(request.dp_rank)
-    url, body = URL(request.worker + request.client.path_qs, encoded=True), request.body
-    with translated():
-        return await session.post(
-            url,
-            # In pieces, between which others have their turn.
-            data=io.BytesIO(body) if len(body) >= _LARGE_BYTES else body,
-            headers=headers,
-            allow_redirects=False,
-            trace_request_ctx=attempt,
-        )
+def connect_error(error: OSError) -> LostError | ApiError:
+    """Of a connection that could not be opened: the worker's fault, or this machine's."""
+    if is_local_shortage(error):
+        message = f"the router cannot open a connection to a worker: {error.strerror}"
+        return ApiError(503, message, code="router_overloaded")
+    return LostError(str(error) or type(error).__name__, was_reached=False)
 
 
-def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """The headers that concern the other side, too, repeated ones included."""
-    of_connection = {
-        name.strip().lower()
-        for value in headers.getall("Connection", ())
-        for name in value.split(",")
-    }
-    dropped = _HOP_BY_HOP | of_connection
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in dropped
+    dropped, lowered = _HOP_BY_HOP, [(name.lower(), name, value) for name, value in headers]
+    for lower, _, value in lowered:
+        if lower == b"connection":
+            dropped |= {name.strip().lower() for name in value.split(b",")}
+    return [(name, value) for lower, name, value in lowered if lower not in dropped]
+
+
+def _head_of(request: Outgoing, address: _Address) -> bytes:
+    client, replaced = request.client, _REPLACED
+    target = f"{address.prefix}{client.path_qs}".encode()
+    head = b"%s %s HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\nAccept-Encoding: identity\r\n" % (
+        client.method.encode(),
+        target,
+        address.named,
+        len(request.body),
     )
+    if request.dp_rank is not None:
+        head += b"%s: %d\r\n" % (_RANK, request.dp_rank)
+        replaced |= {_RANK.lower()}
+    kept = passed_on(client.raw_headers)
+    return head + lines_of(each for each in kept if each[0].lower() not in replaced) + b"\r\n"
 
 
-@contextmanager
-def translated() -> Iterator[None]:
-    """Aiohttp's errors of the worker's side, as ours."""
-    try:
-        yield
-    except aiohttp.SocketTimeoutError as error:
-        # It took the request and is silent: sending it elsewhere would do the work twice.
-        raise ApiError(504, "the worker did not answer in time", code="timeout") from error
-    except aiohttp.ClientResponseError as error:
-        message = f"the worker's answer is no HTTP that the router understands: {error.message}"
-        raise ApiError(502, message, code="invalid_answer") from error
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        if is_local_shortage(error):
-            message = f"the router cannot open a connection to a worker: {error.strerror}"
-            raise ApiError(503, message, code="router_overloaded") from error
-        raise LostError(_named(error), was_reached=False) from error
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise LostError(_named(error), was_reached=True) from error
-
-
-def _named(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _session(
-    config: ServerConfig, connector: aiohttp.TCPConnector, headers: Mapping[str, str] = _NO_HEADERS
-) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
-    )
-    tracing = aiohttp.TraceConfig()
-    tracing.on_connection_reuseconn.append(_note_reuse)
-    return aiohttp.ClientSession(
-        connector=connector,
-        headers={"Accept-Encoding": "identity", **headers},  # as nothing is decoded
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=timeout,
-        auto_decompress=False,  # what a worker sends goes to the client as it is
-        max_line_size=_MAX_HEADER_BYTES,
-        max_field_size=_MAX_HEADER_BYTES,
-        trace_configs=[tracing],
-    )
-
-
-async def _note_reuse(
-    session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    params: aiohttp.TraceConnectionReuseconnParams,
-) -> None:
-    if context.trace_request_ctx is not None:
-        context.trace_request_ctx.was_reused = True
+def lines_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Headers as they go over a connection."""
+    return b"".join([b"%s: %s\r\n" % header for header in headers])

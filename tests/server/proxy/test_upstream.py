@@ -5,13 +5,8 @@ import errno
 import json
 from contextlib import asynccontextmanager
 
-import aiohttp
-import pytest
-from aiohttp.client_reqrep import ConnectionKey
-
-from kvplug.api_errors import ApiError
 from kvplug.server.diagnosis.finding import Code
-from kvplug.server.proxy.upstream import LostError, translated
+from kvplug.server.proxy.upstream import LostError, connect_error
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing, serving
 
@@ -110,16 +105,14 @@ async def test_the_query_and_repeated_headers_pass_those_of_one_connection_do_no
     assert "x-hop" not in engine.last_headers
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-def test_a_shortage_of_the_router_is_not_the_workers_fault(is_local):
-    key = ConnectionKey("127.0.0.1", 9, False, True, None, None, None)
-    number = errno.EMFILE if is_local else errno.ECONNREFUSED
-    with pytest.raises(ApiError if is_local else LostError) as raised, translated():
-        raise aiohttp.ClientConnectorError(key, OSError(number, "says the system"))
-    if is_local:
-        assert (raised.value.status, raised.value.code) == (503, "router_overloaded")
-    else:
-        assert not raised.value.was_reached
+def test_a_shortage_of_the_router_is_not_the_workers_fault():
+    error = connect_error(OSError(errno.EMFILE, "says the system"))
+    assert (error.status, error.code) == (503, "router_overloaded")
+    for fault in (OSError(errno.ECONNREFUSED, "says the system"), TimeoutError()):
+        error = connect_error(fault)
+        assert isinstance(error, LostError)
+        assert not error.was_reached
+        assert str(error)
 
 
 async def test_the_key_of_the_workers_is_for_what_the_router_asks_on_its_own(tmp_path):

@@ -1,0 +1,107 @@
+"""An answer on its way to a client: bytes to the transport of its connection.
+
+In:  status, headers, the body or parts of a stream.   Out: HTTP/1.1 or 1.0 on the connection.
+
+What aiohttp's responses do per part, a task switch and several layers of calls, costs more than the
+kernel's work on it (docs/decisions.md, 103). aiohttp reads the requests, and keeps the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from kvplug.server.proxy.upstream import lines_of
+
+_PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
+_BODILESS: Final = frozenset((204, 304))
+
+
+class ClientAnswer(web.StreamResponse):
+    """`send` the whole answer; or `begin`, `add` parts and `end`. What a handler returns.
+
+    ConnectionResetError if the client is gone, or takes nothing for `timeout_s`.
+    """
+
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
+        if request.transport is None:
+            raise ConnectionResetError("the client left")
+        super().__init__()
+        self._to, self._writer = request.transport, request.writer
+        self._timeout_s = timeout_s
+        self._is_1_1 = request.version >= HttpVersion11
+        self._keeps = request.keep_alive
+        self._most_bytes = self._to.get_write_buffer_limits()[1]
+        self._head, self._is_chunked = b"", False
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection takes another request after this answer."""
+        return self._keeps
+
+    async def send(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """All of it."""
+        length = b"" if status in _BODILESS else b"Content-Length: %d\r\n" % len(body)
+        self._to.writelines((self._head_of(status, headers, length), body))
+        if self.is_behind:
+            await self.caught_up()
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """The head of a stream; it goes out with the first part."""
+        self._is_chunked = self._is_1_1
+        self._keeps &= self._is_chunked  # else the end of the connection ends the answer
+        length = b"Transfer-Encoding: chunked\r\n" if self._is_chunked else b""
+        self._head = self._head_of(status, headers, length)
+
+    def add(self, part: bytes) -> None:
+        """Some bytes, never none."""
+        if self._is_chunked:
+            part = b"%x\r\n%b\r\n" % (len(part), part)
+        if self._head:
+            part, self._head = self._head + part, b""
+        self._to.write(part)
+
+    def end(self, last: bytes) -> None:
+        """The last part, which may be empty."""
+        if last or self._head:
+            self.add(last)
+        if self._is_chunked:
+            self._to.write(b"0\r\n\r\n")
+
+    def abort(self) -> None:
+        """Break it off, so that nobody takes what there is for all of it."""
+        self._to.abort()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the client reads more slowly than it is written to."""
+        return self._to.get_write_buffer_size() > self._most_bytes
+
+    async def caught_up(self) -> None:
+        """Until the client has read most of what there is."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._writer.drain()
+        except TimeoutError as error:
+            self.abort()
+            raise ConnectionResetError("the client reads nothing") from error
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Nothing: aiohttp calls it behind the handler."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing, too."""
+
+    def _head_of(self, status: int, headers: Iterable[tuple[bytes, bytes]], length: bytes) -> bytes:
+        self.set_status(status)
+        if not self._keeps:
+            length += b"Connection: close\r\n"
+        elif not self._is_1_1:
+            length += b"Connection: keep-alive\r\n"
+        phrase = _PHRASES.get(status, b"")
+        return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, phrase, lines_of(headers), length)
