@@ -49,7 +49,14 @@ from kvplug.index.expiring import ExpiringBlocks
 from kvplug.index.hash_spaces import HashSpaces
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.lower_tiers import LowerTiers
-from kvplug.index.prefix_query import Overlap, PrefixQuery, TierCredits, credits_of
+from kvplug.index.prefix_query import (
+    OWN,
+    Overlap,
+    PrefixQuery,
+    SharedReads,
+    TierCredits,
+    credits_of,
+)
 from kvplug.index.repeated_stores import RepeatedStores
 from kvplug.index.single_events import IndexParts
 from kvplug.records import Records
@@ -96,6 +103,7 @@ class BlockIndex:
         self.adapters, self.lower_tiers = AdapterSeeds(self.block_store), LowerTiers()
         self._tier_credits, self._confidence = tier_credits, np.ones(0)
         self._prefix_query: PrefixQuery | None = None
+        self._shared = OWN
         self.hash_spaces = HashSpaces(self.numbers, self.block_store)
         buffers = EventBuffers(self._version)
         others = _Others(self.speculative, self.annotations, self.adapters, buffers)
@@ -285,7 +293,15 @@ class BlockIndex:
             expected,
             self.cache_groups.arrays,
             self.numbers.ranks,
+            self._shared,
         )
+
+    def read_shared(self, shared: SharedReads) -> None:
+        """Another process writes the arrays of the block store from now on: queries allow for it,
+        and nothing else may be asked to change them.
+        """
+        self._shared = shared
+        self._version.count += 1
 
     def annotation(self, kind: type[Kind]) -> Kind:
         """The annotation of a kind, for what only it can answer; KeyError if there is none."""

@@ -21,12 +21,26 @@ from kvplug.kernels.bundle import Bundle
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
+U64 = npt.NDArray[np.uint64]
 Expected = tuple[npt.NDArray[Any], ...]
 
 _COUNT = np.dtype(np.int64)
 NO_POOLS: I64 = np.zeros(0, dtype=np.int64)
 NO_GROUPS: I64 = np.zeros(0, dtype=np.int64)
 NOTHING_EXPECTED: Expected = (np.zeros(0, np.uint64), np.zeros(0), np.zeros(0, np.int64))
+
+
+class SharedReads(NamedTuple):
+    """Of an index that another process writes: the words of kernels/versioned.py, and what came of
+    reading it, uint64[matching.READS_WIDTH].
+    """
+
+    control: U64
+    reads: U64
+
+
+OWN = SharedReads(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+"""Of an index that this process writes itself."""
 
 
 def one_rank_per_holder(num_ranks: int) -> I64:
@@ -146,13 +160,14 @@ class PrefixQuery:
     """overlap, overlap_many of the index as it was at `seen_version`; made anew when that changes.
 
     owner, readers, credits: who is behind each holder (kernels/prefix_lengths.py, Holders);
-    expected: ExpiringBlocks.query_arrays; groups: CacheGroups.arrays; ranks: by number.
+    expected: ExpiringBlocks.query_arrays; groups: CacheGroups.arrays; ranks: by number; shared: who
+    writes the arrays.
     """
 
     def __init__(  # noqa: PLR0913 - what a query reads
         self, block_store: BlockStore, owner: I64, readers: I64, credits: F64,
         expected: Expected = NOTHING_EXPECTED, groups: I64 = NO_GROUPS,
-        ranks: Sequence[Rank | None] = (),
+        ranks: Sequence[Rank | None] = (), shared: SharedReads = OWN,
     ) -> None:  # fmt: skip
         self._ranks = tuple(ranks)
         self.seen_version = block_store.version.count
@@ -164,6 +179,7 @@ class PrefixQuery:
         self.bundle = Bundle(
             block_store.table.slots, block_store.runs.words, block_store.sets.bits,
             block_store.sets.header, owner, readers, credits, scratch, groups, *expected,
+            *shared,
         )  # fmt: skip
 
     def set_confidence(self, number: int, confidence: float) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "exchange_if",
     "f8",
     "f64_of",
+    "fence",
     "fold_multiply",
     "i4",
     "i8",
@@ -47,10 +48,12 @@ __all__ = [
     "inlined_allocating",
     "inlined_optimized",
     "kernel",
+    "load_acquire",
     "load_now",
     "load_u64",
     "prefetch",
     "reads",
+    "store_release",
     "trailing_zeros",
     "u1",
     "u1_of",
@@ -348,6 +351,52 @@ def _load_now(typing_context: Any, words: Any) -> Any:
     return u8(words), generate
 
 
+def _load_acquire_reference(words: Any, at: Any) -> Any:
+    return words[at]
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _load_acquire(typing_context: Any, words: Any, at: Any) -> Any:
+    """words[at] as it is in memory; what is read after it is at least as new."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
+
+    return u8(words, i8), generate
+
+
+def _store_release_reference(words: Any, at: Any, value: Any) -> None:
+    words[at] = value
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _store_release(typing_context: Any, words: Any, at: Any, value: Any) -> Any:
+    """words[at] = value, once all that was written before can be seen."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        builder.store_atomic(args[2], builder.gep(data, [args[1]]), "release", 8)
+        return context.get_dummy_value()
+
+    return void(words, i8, u8), generate
+
+
+def _fence_reference() -> None:
+    pass
+
+
+@intrinsic  # type: ignore[untyped-decorator,unused-ignore]
+def _fence(typing_context: Any) -> Any:
+    """No read and no write moves from one side of it to the other."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return void(), generate
+
+
 def _exchange_if_reference(words: Any, expected: Any, wanted: Any) -> bool:
     if words[0] != expected:
         return False
@@ -418,6 +467,13 @@ load_now: Callable[[Any], Any] = _load_now_reference if numba.config.DISABLE_JIT
 exchange_if: Callable[[Any, Any, Any], Any] = (
     _exchange_if_reference if numba.config.DISABLE_JIT else _exchange_if
 )
+load_acquire: Callable[[Any, Any], Any] = (
+    _load_acquire_reference if numba.config.DISABLE_JIT else _load_acquire
+)
+store_release: Callable[[Any, Any, Any], None] = (
+    _store_release_reference if numba.config.DISABLE_JIT else _store_release
+)
+fence: Callable[[], None] = _fence_reference if numba.config.DISABLE_JIT else _fence
 load_u64: Callable[[Any, Any], Any] = _load_u64_reference if numba.config.DISABLE_JIT else _load_u64
 
 # Numba has no 128-bit integers, and intrinsics do not exist without JIT.

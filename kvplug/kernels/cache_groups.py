@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvplug.kernels import prefix_lengths, runs
 from kvplug.kernels._jit import inlined
-from kvplug.kernels.path import Path, last_of_run, run_at
+from kvplug.kernels.path import Path, last_of_run, run_at, set_of
 from kvplug.kernels.prefix_lengths import Holders, Out
 
 I64 = npt.NDArray[np.int64]
@@ -81,6 +81,8 @@ def _shortest(group: I64, is_held: bool | np.bool_, at: Index) -> Index:
 def _is_member(holders: Holders, set_: Index, holder: Index) -> bool:
     if holder == _NONE:
         return True
+    if holder >> 6 >= holders.words:  # nothing was ever stored for it
+        return False
     word = holders.bits[set_ * holders.words + (holder >> 6)]
     return set_ != 0 and bool((word >> np.uint64(holder & 63)) & _1)
 
@@ -115,8 +117,9 @@ def _look_through(
         end, set_ = at + 1, np.int64(0)
         if run != runs.NO_RUN:
             end = np.int64(last_of_run(path, hashes, at, run) + 1)
-            set_ = runs.set_of(path.runs, run)
-            runs.mark_used_at(path.runs, run, time)
+            set_ = set_of(path, run)
+            if not path.is_shared:
+                runs.mark_used_at(path.runs, run, time)
         first = np.int64(0)
         while first < len(groups):
             longest = _main_length(groups[first : first + WIDTH], max_blocks, out)

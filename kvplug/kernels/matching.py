@@ -15,13 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplug.kernels import cache_groups, prefix_lengths, runs
-from kvplug.kernels._jit import f8, i8, inlined, kernel, reads, u8, void, writes
+from kvplug.kernels._jit import (
+    f8,
+    fence,
+    i8,
+    inlined,
+    kernel,
+    load_acquire,
+    load_now,
+    reads,
+    u8,
+    void,
+    writes,
+)
 from kvplug.kernels.bundle import f64_of, i64_of, u64_of
 from kvplug.kernels.expiring import extend
 from kvplug.kernels.holders import WORDS
-from kvplug.kernels.path import Path, last_of_run, run_at
+from kvplug.kernels.path import Path, last_of_run, run_at, run_below, set_of
 from kvplug.kernels.prefix_lengths import Holders, Out, Ranks
 from kvplug.kernels.table import num_entries
+from kvplug.kernels.versioned import GENERATION, VERSION
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -36,13 +49,20 @@ DEPTH, CREDIT, NUM_ROWS = (
 )
 # The arrays of a bundle (kernels/bundle.py). EXPECTED and what follows are those of
 # kernels/expiring.py, empty if nothing is ever expected; GROUPS is that of kernels/cache_groups.py,
-# empty in a fleet without hybrid models.
+# empty in a fleet without hybrid models. CONTROL: the words of kernels/versioned.py, empty if the
+# index is this process's own; READS: what came of reading it, the words below.
 (
     TABLE, RUNS, BITS, HEADER, OWNER, READERS, CREDITS, SCRATCH, GROUPS, EXPECTED, DEADLINES,
-    EXPECTED_STATE,
-) = range(12)  # fmt: skip
+    EXPECTED_STATE, CONTROL, READS,
+) = range(14)  # fmt: skip
+# Words of READS. SEEN: the generation that the arrays are of. How many reads there were, how often
+# one began again, and how many gave up and found nothing.
+SEEN, NUM_READS, NUM_RETRIES, NUM_GIVEN_UP, READS_WIDTH = range(5)
+# A read of a shared index gives up after so many tries, or after so many looks at a writer that is
+# in the middle of an event: about 200 us.
+_MAX_TRIES, _MAX_LOOKS = 8, 4000
 
-_0 = np.uint64(0)
+_0, _1 = np.uint64(0), np.uint64(1)
 
 
 @inlined
@@ -51,10 +71,12 @@ def _end_of_next(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index
 
     -1 if not, or if that needs a look at the table.
     """
-    following = runs.below(path.runs, run)
+    following = run_below(path, run)
     if following == runs.NO_RUN:
         return np.int64(-1)
     end = np.int64(runs.get(path.runs, following, runs.END))
+    if path.is_shared and end < first:
+        return np.int64(-1)
     if end >= len(hashes) or runs.get(path.runs, following, runs.TAIL) != hashes[end]:
         return np.int64(-1)
     is_next = runs.get(path.runs, following, runs.START) == np.uint64(first)
@@ -70,12 +92,14 @@ def _cross(
     """From a run to another; returns how many ranks left, as -n. Which holder is the only one that
     comes or goes between a run and the run below is remembered there.
     """
-    before, now = runs.set_of(path.runs, above), runs.set_of(path.runs, run)
+    before, now = set_of(path, above), set_of(path, run)
     known = runs.only_change(path.runs, run) if is_next else np.int64(-1)
+    if path.is_shared and known >= len(holders.owner):  # PARENT is a hash if no run is above
+        known = np.int64(-1)
     if known >= 0 and prefix_lengths.is_all(known, holders, ranks):
         return prefix_lengths.leave_with(known, at, holders, ranks)
     num_left, changed = prefix_lengths.cross(before, now, at, holders, ranks, out)
-    if is_next and changed >= 0:
+    if not path.is_shared and is_next and changed >= 0:
         runs.remember_change(path.runs, run, changed)
     return num_left
 
@@ -90,17 +114,18 @@ def fill_overlap(hashes: U64, path: Path, holders: Holders, scratch: I64, out: O
     run, time = runs.NO_RUN, runs.time(path.runs)
     while at < len(hashes):
         above, end = run, _end_of_next(path, hashes, at, run)
-        run = run_at(path, hashes, at) if end < 0 else runs.below(path.runs, run)
+        run = run_at(path, hashes, at) if end < 0 else run_below(path, run)
         if run == runs.NO_RUN:
             break
         if at == 0:
-            now = runs.set_of(path.runs, run)
+            now = set_of(path, run)
             num_alive = prefix_lengths.enter(now, holders, ranks, out)
         else:
             num_alive += _cross(above, run, end >= 0, at, path, holders, ranks, out)
         if num_alive == 0:
             break
-        runs.mark_used_at(path.runs, run, time)
+        if not path.is_shared:
+            runs.mark_used_at(path.runs, run, time)
         at = 1 + (last_of_run(path, hashes, at, run) if end < 0 else end)
     if at == 0:
         out.prefix_lengths[:] = 0
@@ -117,22 +142,69 @@ def _holders_of(bundle: U64) -> Holders:
 
 
 @inlined
+def _path_of(bundle: U64, words: Index, is_shared: bool) -> Path:
+    num_sets = len(u64_of(bundle, BITS)) // words
+    return Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS), num_sets, is_shared)
+
+
+@inlined
+def _fill_held(hashes: U64, max_blocks: Index, path: Path, bundle: U64, answer: Out) -> None:
+    """fill_overlap, limited by what hybrid models need."""
+    holders, groups = _holders_of(bundle), i64_of(bundle, GROUPS)
+    fill_overlap(hashes, path, holders, i64_of(bundle, SCRATCH), answer)
+    if len(groups) > 0:
+        cache_groups.limit(hashes, max_blocks, path, holders, groups, answer)
+
+
+@inlined
+def _await_writer(control: U64) -> np.uint64:
+    """The version as soon as nobody is in the middle of an event; odd if that takes too long."""
+    version = load_acquire(control, VERSION)
+    for _ in range(_MAX_LOOKS):
+        if version & _1 == _0:
+            break
+        version = load_now(control[VERSION:])
+    return np.uint64(version)
+
+
+@inlined
+def _fill_shared(hashes: U64, max_blocks: Index, bundle: U64, control: U64, answer: Out) -> None:
+    """As `_fill_held`, from arrays that another process writes: again if it has, nothing if it does
+    not let up or has put others in their place.
+    """
+    path = _path_of(bundle, i64_of(bundle, HEADER)[WORDS], True)
+    reads_ = u64_of(bundle, READS)
+    reads_[NUM_READS] += _1
+    for _ in range(_MAX_TRIES):
+        version = _await_writer(control)
+        if version & _1 != _0 or load_acquire(control, GENERATION) != reads_[SEEN]:
+            break
+        _fill_held(hashes, max_blocks, path, bundle, answer)
+        fence()
+        if load_acquire(control, VERSION) == version:
+            return
+        reads_[NUM_RETRIES] += _1
+    reads_[NUM_GIVEN_UP] += _1
+    answer.prefix_lengths[:] = 0
+    answer.credit[:] = 0.0
+
+
+@inlined
 def fill_answer(hashes: U64, max_blocks: Index, now_s: float, bundle: U64, out: I64) -> None:
     """fill_overlap, then what is expected besides: out as `overlap` has it, for one request.
 
     max_blocks: how many an engine reuses at most, as it computes the last token in any case. It
     matters to windows, which end there.
     """
-    path, num_ranks = Path(u64_of(bundle, TABLE), u64_of(bundle, RUNS)), len(out) // NUM_ROWS
-    runs.tick(path.runs)
+    num_ranks, control = len(out) // NUM_ROWS, u64_of(bundle, CONTROL)
     lengths, depths = out[: DEPTH * num_ranks], out[DEPTH * num_ranks : CREDIT * num_ranks]
     credit = out[CREDIT * num_ranks :].view(np.float64)
-    scratch = i64_of(bundle, SCRATCH)
-    holders, answer = _holders_of(bundle), Out(lengths, credit)
-    fill_overlap(hashes, path, holders, scratch, answer)
-    groups = i64_of(bundle, GROUPS)
-    if len(groups) > 0:
-        cache_groups.limit(hashes, max_blocks, path, holders, groups, answer)
+    if len(control) == 0:
+        path = _path_of(bundle, i64_of(bundle, HEADER)[WORDS], False)
+        runs.tick(path.runs)
+        _fill_held(hashes, max_blocks, path, bundle, Out(lengths, credit))
+    else:
+        _fill_shared(hashes, max_blocks, bundle, control, Out(lengths, credit))
     held = lengths[prefix_lengths.ANY * num_ranks : (prefix_lengths.ANY + 1) * num_ranks]
     for rank in range(num_ranks):
         depths[rank] = held[rank]

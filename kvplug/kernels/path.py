@@ -23,15 +23,45 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 class Path(NamedTuple):
-    """Where blocks are: the table and the runs of the index."""
+    """Where blocks are: the table and the runs of the index, and how many sets of holders there are.
+
+    is_shared: another process may change all of them meanwhile (kernels/versioned.py). What is
+    read may make no sense then, so every position is checked before it is used, and nothing is
+    written. A constant where it is set, so that it costs nothing where it is False.
+    """
 
     table: U64
     runs: U64
+    num_sets: Index
+    is_shared: bool
 
 
 @inlined
 def _place_of(path: Path, hash_: np.uint64) -> np.uint64:
     return np.uint64(path.table[_2 * find_slot(path.table, hash_, capacity_of(path.table)) + _1])
+
+
+@inlined
+def _checked_run(path: Path, run: np.uint64) -> np.uint64:
+    """The run, NO_RUN for one that is none."""
+    if path.is_shared and run >= np.uint64(len(path.runs) // runs.WIDTH):
+        return runs.NO_RUN
+    return run
+
+
+@inlined
+def run_below(path: Path, run: np.uint64) -> np.uint64:
+    """The run below, NO_RUN if it is not known."""
+    return _checked_run(path, runs.below(path.runs, run))
+
+
+@inlined
+def set_of(path: Path, run: np.uint64) -> np.int64:
+    """The number of the run's set of holders."""
+    set_ = runs.set_of(path.runs, run)
+    if path.is_shared and set_ >= path.num_sets:
+        return np.int64(0)
+    return set_
 
 
 @inlined
@@ -63,6 +93,8 @@ def _last_by_halving(path: Path, hashes: U64, first: Index, last: Index, run: np
 def last_of_run(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index:
     """The last block of the request that is in the run of block `first`, without a gap."""
     end = np.int64(runs.get(path.runs, run, runs.END))
+    if path.is_shared and end < first:
+        return np.int64(first)
     last = end if end < len(hashes) else np.int64(len(hashes) - 1)
     if runs.num_holes(path.runs, run) != _0:
         return _last_by_walking(path, hashes, first, last, run)
@@ -77,7 +109,7 @@ def last_of_run(path: Path, hashes: U64, first: Index, run: np.uint64) -> Index:
 def run_at(path: Path, hashes: U64, first: Index) -> np.uint64:
     """The run of block `first` of the request, NO_RUN if nobody holds it."""
     place = _place_of(path, hashes[first])
-    run = runs.run_of(place)
+    run = _checked_run(path, runs.run_of(place))
     if place == _0 or runs.get(path.runs, run, runs.SET) == _0:
         return runs.NO_RUN
     if runs.depth_of(place) != np.uint64(first) or np.uint64(first) > runs.get(

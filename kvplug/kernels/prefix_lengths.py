@@ -92,6 +92,14 @@ def num_scratch(num_ranks: int, num_holders: int) -> int:
 
 
 @inlined_optimized
+def num_words(holders: Holders) -> Index:
+    """How many words of a set have holders that somebody is behind: in an index of another process
+    it may have others by now.
+    """
+    return np.int64(min(holders.words, len(holders.owner) >> 6))
+
+
+@inlined_optimized
 def ranks_in(scratch: I64, num_ranks: Index) -> Ranks:
     """Nobody has anything yet; scratch: int64[num_scratch]."""
     n, end = num_ranks, _NUM_OF_RANK * num_ranks
@@ -202,7 +210,7 @@ def cross(
     """
     num_changed, last = 0, np.int64(-1)
     bits, words = holders.bits, holders.words
-    for w in range(words):
+    for w in range(num_words(holders)):
         members = bits[now * words + w]
         rest = members ^ bits[before * words + w]
         while rest != _0:
@@ -221,7 +229,7 @@ def cross(
 @inlined_optimized
 def enter(now: Index, holders: Holders, ranks: Ranks, out: Out) -> Index:
     """Who has the first block; returns how many ranks that are."""
-    for w in range(holders.words):
+    for w in range(num_words(holders)):
         rest = holders.bits[now * holders.words + w]
         while rest != _0:
             owner = holders.owner[64 * w + np.int64(trailing_zeros(rest))]
