@@ -69,6 +69,10 @@ class IndexCorruptError(KvplugError):
     """An invariant of the index is broken."""
 
 
+class SharedMemoryError(KvplugError):
+    """There is no memory for arrays that several processes share."""
+
+
 class SnapshotError(KvplugError):
     """A snapshot could not be written, or a file is not one that can be used."""
 

@@ -108,6 +108,14 @@ class BlockStore:
         self.sets.load(*sets)
         self.version.count += 1
 
+    def read(self, table: U64, words: U64, bits: U64, header: I64) -> None:
+        """Have the arrays that another process writes: the table, the runs, bits and header of the
+        sets. Queries use no others, and nothing may be changed here any more.
+        """
+        self.table, self.runs = HashTable(self.version, table), RunTable(self.version, words)
+        self.sets.load(bits, self.sets.meta, self.sets.intern, header)
+        self.version.count += 1
+
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all tables and arrays."""

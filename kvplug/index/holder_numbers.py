@@ -96,12 +96,13 @@ class HolderNumbers:
         self, ranks: list[Rank | None], owner: I64, pools: dict[int, tuple[int, tuple[str, ...]]],
         groups: dict[int, list[int]],
     ) -> None:  # fmt: skip
-        """Be what other numbers were; there are none here yet.
+        """Be what other numbers were, instead of those that are here.
 
         pools: holder -> number of the rank that put the copies there, workers that can read them;
         groups: number of the rank -> holders of its KV cache groups.
         """
-        self._groups_of = groups
+        self._groups_of, self._holder_of, self._holder_of_tier = groups, {}, {}
+        self._pools_of, self._pool_ids = {}, {}
         self.ranks, self.owner, self._pools = ranks, owner, pools
         self._number_of = {rank: n for n, rank in enumerate(ranks) if rank is not None}
         for holder, (rank_number, _) in pools.items():

@@ -8,6 +8,7 @@
     runs            blocks that follow each other and are held by the same set
     msgpack         items of msgpack in an array of bytes
     json_items      where the fields of a large JSON object are
+    versioned       arrays that one process writes and others read, without a lock
     costing         overlap and load -> the cost of a request on a rank
 
 made of parts of those:

@@ -23,7 +23,7 @@ _0, _1, _2 = np.uint64(0), np.uint64(1), np.uint64(2)
 
 
 class Path(NamedTuple):
-    """Where blocks are: the table and the runs of the index, and how many sets of holders there are.
+    """Where blocks are: the table and the runs of the index; how many sets of holders it has.
 
     is_shared: another process may change all of them meanwhile (kernels/versioned.py). What is
     read may make no sense then, so every position is checked before it is used, and nothing is

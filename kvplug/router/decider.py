@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvplug.errors import ConfigError
 from kvplug.events import Rank
 from kvplug.hashing import Hashes, Tokens
-from kvplug.kernels import routing
+from kvplug.kernels import costing, routing
 from kvplug.kernels.candidates import least_loaded
 from kvplug.router.config import RouterConfig
 from kvplug.router.constraints import Constraints
@@ -126,6 +126,15 @@ class Decider:
         groups = self._fleet_index.groups
         self._arrays = {each: arrays for each, arrays in self._arrays.items() if each in groups}
         self._load.reserve(len(self._fleet_index.numbers.ranks))
+
+    def note_last_request(self, now_ms: float) -> None:
+        """Another process of this router has routed a request: the time between two requests is
+        that between any two of them.
+        """
+        for arrays in self._arrays.values():
+            if arrays.traffic[costing.NUM_ROUTED] > 0:
+                last = max(arrays.traffic[costing.LAST_MS], now_ms)
+                arrays.traffic[costing.LAST_MS] = last
 
     def plan(self, prompt: Prompt, options: RequestOptions, now_s: float) -> Plan:
         """Who may take a request; NoWorkerError names the constraint that leaves nobody."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +49,18 @@ NOMINAL_BLOCK_SIZE = 16
 """Used to count the load of workers whose block size is not known yet."""
 
 
+class FleetOptions(TypedDict):
+    """What a FleetIndex is made with."""
+
+    block_size: int | None
+    speculative_ttl_s: float
+    query_waiting: Flag
+    bounds: Bounds
+    tier_credits: TierCredits
+
+
 @dataclass(slots=True, eq=False)
-class _Member:
+class Member:
     """A worker: what is known of it, the group of its ranks, its taints, the CXL pools that it can
     read, and which ranks hold blocks.
     """
@@ -86,7 +97,7 @@ class FleetIndex:
         self.groups: tuple[IndexGroup, ...] = ()
         self._speculative_ttl_s, self._query_waiting = speculative_ttl_s, query_waiting
         self._bounds, self._tier_credits = bounds, tier_credits
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._confidence: dict[Rank, float] = {}
         self._num_recomputed: dict[Rank, int] = {}
         self._group_of_number: list[int] = []
@@ -113,7 +124,7 @@ class FleetIndex:
         if member is None:
             size = block_size or self.block_size
             group = self._group_for(model, None if size is None else Blocks(size))
-            member = self._members[worker] = _Member(model, block_size, group)
+            member = self._members[worker] = Member(model, block_size, group)
             self._note_joined(member)
         if block_size not in (None, member.group.block_size):
             self._clear_all(member)  # what it holds is of another size
@@ -337,7 +348,7 @@ class FleetIndex:
         member = self._members.get(worker)
         return 0 if member is None else member.joined_as
 
-    def _add_rank(self, member: _Member, rank: Rank) -> None:
+    def _add_rank(self, member: Member, rank: Rank) -> None:
         member.ranks.append(rank)
         self.numbers.add(rank)
         self._join(rank, member.group)
@@ -348,24 +359,24 @@ class FleetIndex:
         if rank in self._num_recomputed:
             group.index.set_recomputed(rank, self._num_recomputed[rank])
 
-    def _clear_all(self, member: _Member) -> None:
+    def _clear_all(self, member: Member) -> None:
         for rank in member.ranks:
             member.group.index.clear(rank)
         member.holding.clear()
         self._note_joined(member)
 
-    def _note_joined(self, member: _Member) -> None:
+    def _note_joined(self, member: Member) -> None:
         self._num_joins += 1
         member.joined_as = self._num_joins
 
-    def _place(self, member: _Member, stored: Blocks | None) -> None:
+    def _place(self, member: Member, stored: Blocks | None) -> None:
         """Move a worker that holds nothing to the group where it belongs now."""
         if member.holding:
             member.group.model = member.group.model or member.model
             return
         told, seen = member.block_size or self.block_size, stored or member.group.blocks
         wanted = Blocks(told or seen.size, seen.bigrams)
-        exists = any(group.blocks == wanted for group in self.groups)
+        exists = any(group.blocks == wanted for group in self._own_groups())
         if told is None and not exists and self._is_guess(member.group):
             self._remake(member.group, wanted)
         group = self._group_for(member.model, wanted)
@@ -387,7 +398,7 @@ class FleetIndex:
                 self._join(rank, group)
         self._renumber()
 
-    def _move(self, member: _Member, group: IndexGroup) -> None:
+    def _move(self, member: Member, group: IndexGroup) -> None:
         for rank in member.ranks:
             member.group.index.remove_worker(rank.worker)  # all ranks at once
             self._join(rank, group)
@@ -397,7 +408,7 @@ class FleetIndex:
         """The model's group, else one without a model; opened if there is none."""
         fitting = [
             group
-            for group in self.groups
+            for group in self._own_groups()
             if blocks in (None, group.blocks) and (not model or group.model in ("", model))
         ]
         named = [group for group in fitting if group.model == model]
@@ -406,6 +417,10 @@ class FleetIndex:
         group = (named or fitting)[0]
         group.model = group.model or model
         return group
+
+    def _own_groups(self) -> tuple[IndexGroup, ...]:
+        """Those whose ranks are told here, and not by another process (kvplug/shared)."""
+        return self.groups
 
     def _open(self, model: str, blocks: Blocks) -> IndexGroup:
         group = IndexGroup(model, blocks.size, self._index(blocks))
@@ -429,7 +444,7 @@ class FleetIndex:
             if member.cxl_pools:
                 index.numbers.set_pools_read_by(worker, member.cxl_pools)
 
-    def _members_of(self, group: IndexGroup) -> list[_Member]:
+    def _members_of(self, group: IndexGroup) -> list[Member]:
         return [member for member in self._members.values() if member.group is group]
 
     def _renumber(self) -> None:
@@ -442,9 +457,12 @@ class FleetIndex:
         for place, group in enumerate(self.groups):
             self._renumber_group(place, group)
 
+    def _numbers_of(self, ranks: list[Rank | None]) -> list[int]:
+        return [-1 if rank is None else self.numbers.number_of(rank) for rank in ranks]
+
     def _renumber_group(self, place: int, group: IndexGroup) -> None:
         ranks = group.index.numbers.ranks
-        numbers = [-1 if rank is None else self.numbers.number_of(rank) for rank in ranks]
+        numbers = self._numbers_of(ranks)
         for number in numbers:
             if number >= 0:
                 self._group_of_number[number] = place

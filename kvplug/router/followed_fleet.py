@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from msgspec import structs
 
@@ -40,7 +41,7 @@ from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decider
 from kvplug.router.engine_model import EngineModel
 from kvplug.router.engine_speeds import EngineSpeeds, ModelQuality
-from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex
+from kvplug.router.fleet_index import NOMINAL_BLOCK_SIZE, FleetIndex, FleetOptions
 from kvplug.router.index_group import Blocks
 from kvplug.router.load import ActiveLoad
 from kvplug.router.observer import (
@@ -81,8 +82,8 @@ class FollowedFleet:
         if config is not None:
             self.config = checked_instance(config, RouterConfig, "the configuration")
         self._lock = QueryFirstLock()
-        self.fleet_index = FleetIndex(
-            self._block_size(),
+        self.fleet_index = self._new_fleet_index(
+            block_size=self._block_size(),
             speculative_ttl_s=self.config.routed_ttl_s,
             query_waiting=self._lock.query_waiting,
             bounds=self.config.bounds,
@@ -400,6 +401,9 @@ class FollowedFleet:
         """How good that is: by how many observations, and how far off its predictions are."""
         with self._lock:
             return self._speeds.quality_of(rank)
+
+    def _new_fleet_index(self, **options: Unpack[FleetOptions]) -> FleetIndex:
+        return FleetIndex(**options)
 
     def _block_size(self) -> int | None:
         """Without events nobody would tell the block size."""

@@ -30,6 +30,9 @@ F64 = npt.NDArray[np.float64]
 
 _POPULAR = 4096  # prefixes that are counted at a time
 _WAITING_COLUMNS = [costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]
+NUM_BUSY = costing.RESIDENT_BLOCKS
+"""How many of the columns say what a rank is busy with: the first ones."""
+_FIRST_COLUMNS = [costing.FIRST_MS, costing.FIRST_SINCE_MS]
 # Where the load of others is counted beside the router's own.
 _OTHERS_COLUMNS = (
     (costing.NUM_RUNNING, "num_in_flight"),
@@ -92,7 +95,8 @@ class ActiveLoad:
 
     `ranks`: float64[ranks, NUM_COLUMNS] (kernels/costing.py), of which those of the engine's
     model are kept by kvplug/router/engine_speeds.py; `active`: blocks of live requests; `forecast`:
-    of caches; `version` counts when any of the arrays has become another one.
+    of caches; `peers`: float64[ranks, NUM_BUSY], what of `ranks` the other processes of this router
+    have sent there (`set_peers`); `version` counts when any of the arrays has become another one.
     """
 
     def __init__(self, request_expiry_s: float, *, counts_sent: bool = False) -> None:
@@ -102,6 +106,8 @@ class ActiveLoad:
         self.active = HashTable(self.version)
         self.forecast = CacheForecast(self.version)
         self.ranks: F64 = np.zeros((0, costing.NUM_COLUMNS))
+        self.peers: F64 = np.zeros((0, NUM_BUSY))
+        self._has_peers = False
         self.popular_keys: U64 = np.zeros(_POPULAR, dtype=np.uint64)
         self.popular_counts: F64 = np.zeros(2 * _POPULAR)
         self._expiry_s = request_expiry_s
@@ -252,6 +258,7 @@ class ActiveLoad:
         self._others.pop(number, None)
         self._others_first.discard(number)
         self.ranks[number, : costing.FIXED_MS] = 0.0
+        self.peers[number] = 0.0
         self.ranks[number, costing.NOTED_MS] = costing.NEVER_MS
         self._untold.discard(number)
         self.empty_cache(number)
@@ -268,6 +275,7 @@ class ActiveLoad:
             rows[:, costing.NOTED_MS] = costing.NEVER_MS
             rows[:, costing.RESIDENT_BLOCKS] = costing.UNKNOWN_BLOCKS if self.counts_sent else 0.0
             self.ranks = np.vstack([self.ranks, rows])
+            self.peers = np.vstack([self.peers, np.zeros((missing, NUM_BUSY))])
             self._waiting += [deque() for _ in range(missing)]
             self._outputs += [OutputBlocks() for _ in range(missing)]
             self._counted_outputs += [0] * missing
@@ -333,11 +341,35 @@ class ActiveLoad:
         others = others_of(reported, own, float(row[costing.TOKEN_MS]), block_size)
         self._others.pop(number, None)
         for column, name in _OTHERS_COLUMNS:
-            row[column] = getattr(own, name) + getattr(others, name)
+            at_peers = self.peers[number, column]
+            row[column] = getattr(own, name) + getattr(others, name) + at_peers
         if others != NO_OTHERS:
             self._others[number] = others
         if number in self._others_first or not self._waiting[number]:
             self._put_first(number, now_s)
+
+    def own_rows(self) -> F64:
+        """float64[ranks, NUM_BUSY]: what the ranks are busy with because of this process."""
+        rows = self.ranks[:, :NUM_BUSY] - self.peers
+        rows[:, _FIRST_COLUMNS] = self.ranks[:, _FIRST_COLUMNS]
+        return rows
+
+    def set_peers(self, rows: F64) -> None:
+        """float64[ranks, NUM_BUSY]: what they are busy with because of the other processes of this
+        router, which counts beside its own; the first columns of each rank's oldest request there.
+        """
+        self._has_peers = True
+        changed = np.flatnonzero((rows != self.peers).any(axis=1)).tolist()
+        for number in changed:
+            row, peers = self.ranks[number], rows[number]
+            own = row[:NUM_BUSY] - self.peers[number]
+            if not self._waiting[number] and number not in self._others:
+                own[_WAITING_COLUMNS] = 0.0  # not what rounding has left
+                row[_FIRST_COLUMNS] = peers[_FIRST_COLUMNS]
+            first = row[_FIRST_COLUMNS]
+            row[:NUM_BUSY] = own + peers
+            row[_FIRST_COLUMNS] = first
+            self.peers[number] = peers
 
     def others(self, number: int) -> OthersLoad:
         """Of the rank, as reported last."""
@@ -346,6 +378,7 @@ class ActiveLoad:
     def _own(self, number: int, others: OthersLoad) -> OthersLoad:
         """What the router has sent to the rank itself, in the same columns."""
         row, is_idle = self.ranks[number], not self._waiting[number]
+        row = row[:NUM_BUSY] - self.peers[number]
         own = {name: row[column] - getattr(others, name) for column, name in _OTHERS_COLUMNS}
         if is_idle:  # not what rounding has left
             own.update(ms=0.0, tokens=0.0, coming=0.0)
@@ -400,6 +433,8 @@ class ActiveLoad:
         if not waiting:  # what rounding has left
             others = self._others.get(number, NO_OTHERS)
             row[_WAITING_COLUMNS] = others.ms, others.tokens, others.coming
+            if self._has_peers:
+                row[_WAITING_COLUMNS] += self.peers[number, _WAITING_COLUMNS]
         if was_first and number not in self._others_first and (waiting or number in self._others):
             self._put_first(number, now_s)
         if self.counts_sent:

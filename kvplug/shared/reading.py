@@ -1,0 +1,204 @@
+"""ReadingRouter: a Router that decides by an index that another process writes.
+
+In:  a shared folder, workers, requests.   Out: Decisions, as of one router in one process.
+
+Before each look at the fleet it takes over what is new: arrays that the writer has published, what
+caches hold, the load of the other processes, and what they have sent where. After it, they can see
+what this one is busy with. Where the index cannot be read in time, a request goes by load alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from kvplug.errors import ConfigError
+from kvplug.events import Rank
+from kvplug.kernels import costing, matching
+from kvplug.router.config import RouterConfig
+from kvplug.router.core import Router
+from kvplug.router.decider import Decision
+from kvplug.router.first_tokens import UnreportedFirstTokens
+from kvplug.router.fleet_index import FleetOptions
+from kvplug.router.load import ActiveRequest
+from kvplug.router.observer import RouterObserver
+from kvplug.router.query_first_lock import QueryFirstLock
+from kvplug.shared.attached import AttachedFleet
+from kvplug.shared.folder import SharedFolder
+from kvplug.shared.pages import CAPACITY, RESIDENT
+from kvplug.shared.peers import Peers, Place, Sent
+
+U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+_LONGEST_QUEUE_S = 30.0  # as in kernels/routing.py
+
+
+class ReadingRouter(Router):
+    """A Router without events. `num_given_up` counts requests that were routed by load alone, as
+    the index could not be read in time; `peers`: what the processes tell each other.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        folder: SharedFolder,
+        place: Place,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random_: random.Random | None = None,
+    ) -> None:
+        self._folder = folder
+        super().__init__(config, clock=clock, random_=random_)
+        self.peers = Peers(folder, place)
+        self._slots = self.peers.slots_of([])
+        self._last_ms = 0.0
+        self._decider.unreported = _Presumed(self.fleet_index, self.load)
+        self._decider.on_decision = self._tell
+        self._lock: QueryFirstLock = _NewsLock(self)
+
+    def _new_fleet_index(self, **options: Unpack[FleetOptions]) -> AttachedFleet:
+        self._attached_fleet = AttachedFleet(self._folder, **options)
+        return self._attached_fleet
+
+    @property
+    def num_reads(self) -> int:
+        """How often the index was asked."""
+        return int(self._attached_fleet.reads[matching.NUM_READS])
+
+    @property
+    def num_given_up(self) -> int:
+        """How often it gave no answer in time."""
+        return int(self._attached_fleet.reads[matching.NUM_GIVEN_UP])
+
+    def set_observer(self, observer: RouterObserver) -> None:
+        """As Router."""
+        super().set_observer(observer)
+
+        def decided(decision: Decision, request: ActiveRequest) -> None:
+            observer.on_decision(decision, request)
+            self._tell(decision, request)
+
+        self._decider.on_decision = decided
+
+    def clear(self, rank: Rank) -> int:
+        """Nothing: the writer clears."""
+        return 0
+
+    def forget_adapter(self, worker: str, lora_name: str) -> int:
+        """Nothing: the writer forgets."""
+        return 0
+
+    def require_events(self, rank: Rank) -> None:
+        """ConfigError: the writer applies events."""
+        raise ConfigError(f"cannot apply events of {rank}: another process of this router does")
+
+    def take_news(self) -> None:
+        """What is new since the last look; for a process that nobody asks anything for a while."""
+        with self._lock:
+            pass
+
+    def catch_up(self) -> None:
+        """As `take_news`; the lock is held."""
+        if self._attached_fleet.is_behind and self._attached_fleet.attach():
+            self._fleet_changed()
+        self._take_facts()
+        if self.peers.have_changed():
+            self.load.set_peers(self.peers.rows(self._slots))
+            self._decider.note_last_request(self.peers.last_ms)
+        for sent in self.peers.news():
+            self._note_sent(sent)
+
+    def show_load(self) -> None:
+        """The others can see what this process is busy with; the lock is held."""
+        self.peers.put(self._slots, self.load.own_rows(), self._last_ms)
+
+    def _take_facts(self) -> None:
+        for attached in self._attached_fleet.attached:
+            if attached.group not in self.fleet_index.groups:
+                continue  # none of its workers is known here
+            attached.apply_confidence()
+            numbers = attached.group.fleet_numbers
+            facts, ranks = attached.facts, self.load.ranks
+            if numbers is None:
+                numbers = np.arange(len(facts))
+            here = numbers >= 0
+            ranks[numbers[here], costing.RESIDENT_BLOCKS] = facts[here, RESIDENT]
+            capacities = facts[here, CAPACITY]
+            if not np.array_equal(ranks[numbers[here], costing.CAPACITY_BLOCKS], capacities):
+                ranks[numbers[here], costing.CAPACITY_BLOCKS] = capacities
+                self.load.version.count += 1  # the usual capacity may have changed
+
+    def _note_sent(self, sent: Sent) -> None:
+        if sent.rank not in self.fleet_index.numbers:
+            return
+        now_s, number = self._clock(), self.fleet_index.numbers.number_of(sent.rank)
+        index = self.fleet_index.group_of(sent.rank).index
+        if sent.rank in index.numbers:
+            coming_s = now_s + min(sent.own_ms / 1e3, _LONGEST_QUEUE_S)
+            at = index.numbers.number_of(sent.rank)
+            index.speculative.insert(at, sent.hashes[sent.depth :], coming_s)
+        if self.config.is_cost_in_ms:
+            row = self.load.ranks[number]
+            capacity = max(row[costing.CAPACITY_BLOCKS], row[costing.RESIDENT_BLOCKS])
+            if capacity > 0:
+                coming = round(sent.num_coming)
+                self.load.forecast.use(number, sent.hashes, coming, int(capacity))
+
+    def _fleet_changed(self) -> None:
+        super()._fleet_changed()
+        ranks = self.fleet_index.numbers.ranks
+        self._slots = self.peers.slots_of(ranks)
+        self.load.set_peers(self.peers.rows(self._slots))
+
+    def _tell(self, decision: Decision, request: ActiveRequest) -> None:
+        self._last_ms = 1e3 * request.routed_s
+        self.peers.tell(
+            Sent(
+                decision.rank,
+                request.sequence_hashes,
+                decision.overlap_blocks,
+                request.num_coming,
+                decision.predicted_ttft_ms,
+            )
+        )
+
+
+class _NewsLock(QueryFirstLock):
+    """Whoever takes it sees what is new, and shows what has become of it. Nobody ingests here."""
+
+    def __init__(self, router: ReadingRouter) -> None:
+        super().__init__()
+        self._router = router
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._router.catch_up()
+        except BaseException:
+            super().__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._router.show_load()
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+class _Presumed(UnreportedFirstTokens):
+    """No event is seen here, so first tokens that nobody reports are presumed by the time."""
+
+    def _held(self, rank: Rank, hashes: U64) -> Mask:
+        return np.ones(len(hashes), dtype=np.bool_)
