@@ -6,7 +6,10 @@ model_folder       the files of a model -> its tokenizer and its chat templates
 chat_template      the messages of a chat -> one text
 chat_messages      messages, tools and options, in the form in which a template gets them
 content_format     which form of content a template reads
+template_environment   what templates run in
 piece_encoder      one text -> token ids; pieces that were seen before are not tokenized again
+cuts               where a text may be cut so that the pieces have the ids of the whole
+text_encoder       one piece -> token ids, by the faster of two libraries
 
 Nothing here needs the kernels, so whoever only tokenizes waits for no compilation.
 """

@@ -9,17 +9,12 @@ What the template gets to see is made in chat_messages.py.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta
 
 from kvplug.errors import TokenizerError
 from kvplug.tokenization.chat_messages import (
@@ -31,6 +26,7 @@ from kvplug.tokenization.chat_messages import (
     options_of,
 )
 from kvplug.tokenization.content_format import ContentFormat, content_format
+from kvplug.tokenization.template_environment import ENVIRONMENT
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -50,6 +46,8 @@ class ChatTemplates:
         self._named = {name: ChatTemplate.compile(text) for name, text in sources.items()}
         self._without_tools = None if without_tools is None else ChatTemplate.compile(without_tools)
         self._if_none = if_none or "the model has no default chat template"
+        self.text = "\n".join([*sources.values(), without_tools or ""])
+        """All of them: which tokens they write can be seen from it."""
 
     def render(self, body: Mapping[str, Any], special_tokens: Mapping[str, str]) -> str:
         """Render the prompt of a chat body; TokenizerError if the engine would refuse it, too."""
@@ -87,9 +85,9 @@ class ChatTemplate:
     def compile(cls, source: str) -> Self:
         """Compile the text; TokenizerError if it is no valid template."""
         try:
-            tree = _ENVIRONMENT.parse(source)
+            tree = ENVIRONMENT.parse(source)
             variables = frozenset(meta.find_undeclared_variables(tree))
-            return cls(source, content_format(tree), variables, _ENVIRONMENT.from_string(source))
+            return cls(source, content_format(tree), variables, ENVIRONMENT.from_string(source))
         except (jinja2.TemplateError, SyntaxError) as error:
             raise TokenizerError(f"cannot compile the chat template: {error}") from error
 
@@ -140,52 +138,3 @@ def _mark_end(message: Json) -> str:
             part["text"] += _CONTINUE_HERE
             return str(part["text"].removesuffix(_CONTINUE_HERE))
     raise cannot("continue the final message", "text in it", message["content"])
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for training; here it only passes through."""
-
-    tags = {"generation"}  # noqa: RUF012 - the form that jinja2 asks for
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
-
-    def _rendered(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Serialize without Jinja's HTML escapes; templates name the arguments."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    # Local time, as in the engine: both must run in the same time zone.
-    return datetime.now().strftime(pattern)
-
-
-def _new_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _new_environment()

@@ -2,120 +2,176 @@
 
 In:  a tokenizer, texts.   Out: uint32 token ids, equal to those of the text as a whole.
 
-Requests that share a prefix share its pieces, so tokenizing costs what is new in a request. A text
-is cut into large pieces, and those that are not known into small ones: few have to be looked up,
-and little of a shared prefix is tokenized with what follows it. A piece ends at the first space
-behind its size that is between a letter, a digit or simple punctuation and a small letter. The
-pre-tokenizers in `_splits_there` begin a new word at such a space whatever is around it, and
-byte-level BPE takes each word by itself. With any other tokenizer texts are not cut.
+Requests that share a prefix share its pieces, so tokenizing costs what is new in a request: of a
+conversation's next turn, the turn. A text is cut into large pieces, and those that are not known
+into small ones: few have to be looked up, and little of a shared prefix is tokenized with what
+follows it. A piece ends at the first place behind its size at which cuts.py may cut; with a
+tokenizer that has no such places texts are not cut.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
-U32 = npt.NDArray[np.uint32]
+from kvplug.tokenization.cuts import cut_pattern
+from kvplug.tokenization.text_encoder import U32, text_encoder
 
-LARGE_CHARS: Final = 4096
-SMALL_CHARS: Final = 256
-MAX_LARGE: Final = 4096
-MAX_SMALL: Final = 65_536
-_CUT: Final = re.compile(r"(?<=[A-Za-z0-9.,;:)]) (?=[a-z])")
-_BEFORE_CUT: Final = re.compile(r"[A-Za-z0-9.,;:)]\Z")
-# GPT-2's words are built into `ByteLevel`; these are those of Llama 3, and of Qwen 2 and later. In
-# none of them does a word go on behind a space.
-_WORDS: Final = frozenset(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + numbers + "|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for numbers in (r"\p{N}{1,3}", r"\p{N}")
-)
+_PIECES_PER_LARGE: Final = 16
+# Of a piece, beside its text and its ids: two headers, a place in the dict (CPython 3.11, measured).
+_ENTRY_BYTES: Final = 250
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How much is remembered, and when that is enough.
+
+    max_bytes:    of all pieces together.
+    piece_chars:  the length of a small piece.
+    min_overlap:  from this share of a text on, its known beginning stands for the whole text and
+                  the rest is not tokenized; 1.0: never.
+    """
+
+    max_bytes: int = 64 * 2**20
+    piece_chars: int = 256
+    min_overlap: float = 1.0
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """How much of the texts was known; all counts only grow."""
+
+    num_texts: int = 0
+    num_chars: int = 0
+    num_chars_known: int = 0
+    num_texts_shortened: int = 0
+
+
+@dataclass(slots=True)
+class _Found:
+    """A text in parts: token ids where they are known, else the text; large ones that are not
+    known, with their parts; how many characters are known, and how many from the beginning on.
+    """
+
+    parts: list[str | U32]
+    unknown: list[tuple[str, slice]]
+    num_known: int = 0
+    num_leading: int = 0
+    leading_parts: int = 0
+
+    def add(self, text: str, ids: U32 | None) -> None:
+        is_leading = self.leading_parts == len(self.parts)
+        self.parts.append(text if ids is None else ids)
+        if ids is not None:
+            self.num_known += len(text)
+            if is_leading:
+                self.num_leading += len(text)
+                self.leading_parts += 1
 
 
 class PieceEncoder:
-    """encode a text. `cuts`: whether pieces are kept. Thread-safe."""
+    """encode a text. `cuts`: whether pieces are kept; `library`: what tokenizes. Thread-safe."""
 
-    def __init__(self, backend: Tokenizer) -> None:
-        """The tokenizer must not change from now on."""
-        self._backend = backend
+    def __init__(
+        self, backend: Tokenizer, *, written: str = "", options: StoreOptions | None = None
+    ) -> None:
+        """The tokenizer must not change from now on; `written`: the templates of the model."""
+        self._tokenize, self.library = text_encoder(backend)
         leading = _leading_special_ids(backend)
-        self.cuts = leading is not None and _can_be_cut(json.loads(backend.to_str()))
+        self._cut_at = None if leading is None else cut_pattern(backend, written)
+        self.cuts = self._cut_at is not None
         self._leading: U32 = np.array(leading or [], dtype=np.uint32)
-        self._large, self._small = _Pieces(MAX_LARGE), _Pieces(MAX_SMALL)
+        self._options = options or StoreOptions()
+        self._large_chars = self._options.piece_chars * _PIECES_PER_LARGE
+        self._pieces = _Pieces(self._options.max_bytes)
+        self.counts = StoreCounts()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the pieces take now."""
+        return self._pieces.num_bytes
 
     def encode(self, text: str, *, with_special: bool, max_new: int) -> U32 | None:
         """Token ids of a text; what the tokenizer raises for one that has none.
 
-        None if more than `max_new` characters would have to be tokenized, which is what takes time:
-        0.1 to 1 s for a million.
+        None if more than `max_new` characters would have to be tokenized.
         """
-        if not self.cuts:
+        if self._cut_at is None:
             if len(text) > max_new:
                 return None
-            return _ids(self._backend.encode(text, add_special_tokens=with_special))
-        found = self._look_up(text, max_new)
+            self._count(len(text), 0)
+            return self._tokenize(text, with_special=with_special)
+        found = self._look_up(text, self._cut_at, max_new)
         if found is None:
             return None
-        parts, unknown = found
-        ids = [self._tokenize(part) if isinstance(part, str) else part for part in parts]
-        self._keep(parts, unknown, ids)
-        return np.concatenate([self._leading if with_special else self._leading[:0], *ids])
+        self._count(len(text), found.num_known)
+        leading = self._leading if with_special else self._leading[:0]
+        if self._is_enough(found, len(text)):
+            self.counts.num_texts_shortened += 1
+            known = found.parts[: found.leading_parts]
+            return np.concatenate([leading, *(it for it in known if not isinstance(it, str))])
+        ids = [self._of(part) if isinstance(part, str) else part for part in found.parts]
+        self._keep(found, ids)
+        return np.concatenate([leading, *ids])
 
-    def _look_up(
-        self, text: str, max_new: int
-    ) -> tuple[list[str | U32], list[tuple[str, slice]]] | None:
-        """What is known of a text, and the small pieces that are not; large ones with their parts,
-        if they are not known. None as soon as too much is not.
-        """
-        parts: list[str | U32] = []
-        unknown = []
-        num_new = 0
-        for piece in _cut(text, LARGE_CHARS):
-            ids = self._large.find(piece)
+    def _is_enough(self, found: _Found, num_chars: int) -> bool:
+        least = self._options.min_overlap * num_chars
+        return self._options.min_overlap < 1 and 0 < found.num_leading >= least
+
+    def _look_up(self, text: str, cut_at: re.Pattern[str], max_new: int) -> _Found | None:
+        """None as soon as too much is not known."""
+        found = _Found([], [])
+        num_seen = 0
+        for piece in _cut(text, self._large_chars, cut_at):
+            num_seen += len(piece)
+            ids = self._pieces.find(piece)
             if ids is not None:
-                parts.append(ids)
+                found.add(piece, ids)
                 continue
-            begin = len(parts)
-            for small in _cut(piece, SMALL_CHARS):
-                ids = self._small.find(small)
-                parts.append(small if ids is None else ids)
-                num_new += len(small) if ids is None else 0
-            if num_new > max_new:
+            begin = len(found.parts)
+            for small in _cut(piece, self._options.piece_chars, cut_at):
+                found.add(small, self._pieces.find(small))
+            if num_seen - found.num_known > max_new:
                 return None
-            unknown.append((piece, slice(begin, len(parts))))
-        return parts, unknown
+            found.unknown.append((piece, slice(begin, len(found.parts))))
+        return found
 
-    def _tokenize(self, piece: str) -> U32:
-        return _ids(self._backend.encode(piece, add_special_tokens=False))
+    def _of(self, piece: str) -> U32:
+        return self._tokenize(piece, with_special=False)
 
-    def _keep(
-        self, parts: list[str | U32], unknown: list[tuple[str, slice]], ids: list[U32]
-    ) -> None:
-        for part, its in zip(parts, ids, strict=True):
+    def _keep(self, found: _Found, ids: list[U32]) -> None:
+        for part, its in zip(found.parts, ids, strict=True):
             if isinstance(part, str):
-                self._small.keep(part, its)
-        for piece, where in unknown:
-            if len(piece) >= LARGE_CHARS:  # else it is the end of one text
-                self._large.keep(piece, np.concatenate(ids[where]))
+                self._pieces.keep(part, its)
+        for piece, where in found.unknown:
+            if len(piece) >= self._large_chars:  # else it is the end of one text
+                self._pieces.keep(piece, np.concatenate(ids[where]))
+
+    def _count(self, num_chars: int, num_known: int) -> None:
+        # Without a lock: two threads may lose a count, which no decision depends on.
+        self.counts.num_texts += 1
+        self.counts.num_chars += num_chars
+        self.counts.num_chars_known += num_known
 
 
 class _Pieces:
-    """Token ids by piece, of so many; the one used longest ago goes first.
+    """Token ids by piece, within a number of bytes; the one used longest ago goes first.
 
-    Locked for one piece at a time: the event loop does not wait for a thread's long text.
+    Locked for one piece at a time: nobody waits for a thread's long text.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
         self._ids: OrderedDict[str, U32] = OrderedDict()
-        self._most = most
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
 
     def find(self, piece: str) -> U32 | None:
@@ -127,18 +183,21 @@ class _Pieces:
 
     def keep(self, piece: str, ids: U32) -> None:
         with self._lock:
+            if piece in self._ids:  # another thread was first
+                return
             self._ids[piece] = ids
-            if len(self._ids) > self._most:
-                self._ids.popitem(last=False)
+            self.num_bytes += _bytes_of(piece, ids)
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= _bytes_of(*self._ids.popitem(last=False))
 
 
-def _ids(encoding: Encoding) -> U32:
-    return np.array(encoding.ids, dtype=np.uint32)
+def _bytes_of(piece: str, ids: U32) -> int:
+    return sys.getsizeof(piece) + ids.nbytes + _ENTRY_BYTES
 
 
-def _cut(text: str, size: int) -> Iterator[str]:
+def _cut(text: str, size: int, cut_at: re.Pattern[str]) -> Iterator[str]:
     start = 0
-    while cut := _CUT.search(text, start + size):
+    while cut := cut_at.search(text, start + size):
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]
@@ -150,36 +209,3 @@ def _leading_special_ids(backend: Tokenizer) -> list[int] | None:
     whole = backend.encode("a a", add_special_tokens=True).ids
     leading = whole[: len(whole) - len(bare)]
     return leading if leading + bare == whole else None
-
-
-def _can_be_cut(settings: dict[str, Any]) -> bool:
-    model, normalizer = settings["model"], settings["normalizer"]
-    return (
-        model["type"] == "BPE"
-        and not model.get("dropout")
-        and (normalizer is None or normalizer == {"type": "NFC"})
-        and _splits_there(settings["pre_tokenizer"])
-        and not any(map(_may_cross, settings["added_tokens"]))
-    )
-
-
-def _splits_there(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether a word always begins where a text is cut."""
-    match pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": uses_words}:
-            return bool(uses_words)
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated"} as split,
-                {"type": "ByteLevel", "add_prefix_space": False},
-            ],
-        }:
-            return words in _WORDS and not split["invert"]
-    return False
-
-
-def _may_cross(token: dict[str, Any]) -> bool:
-    """Whether an added token can have the space of a cut in it, or take it along."""
-    takes_along = token["rstrip"] and _BEFORE_CUT.search(token["content"])
-    return " " in token["content"] or bool(takes_along)

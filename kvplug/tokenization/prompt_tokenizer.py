@@ -19,7 +19,7 @@ from kvplug.errors import TokenizerError
 from kvplug.tokenization.chat_messages import cannot, flag
 from kvplug.tokenization.chat_template import ChatTemplates
 from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
-from kvplug.tokenization.piece_encoder import PieceEncoder
+from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions
 from kvplug.tokenization.prompt_kind import PromptKind
 
 if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
@@ -73,27 +73,31 @@ class PromptTokenizer:
         templates: ChatTemplates,
         special_tokens: Mapping[str, str],
         digest: str = "",
+        *,
+        store: StoreOptions | None = None,
     ) -> None:
         """Use from_folder; special_tokens are the template's variables: bos_token and so on;
-        digest: the first 16 hex digits of the SHA-256 of tokenizer.json.
+        digest: the first 16 hex digits of the SHA-256 of tokenizer.json; store: what of earlier
+        texts is remembered.
         """
         self.digest = digest
-        self._backend, self._encoder = backend, PieceEncoder(backend)
+        self._backend = backend
+        self.encoder = PieceEncoder(backend, written=templates.text, options=store)
         self._templates = templates
         self._special_tokens = special_tokens
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Self:
+    def from_folder(cls, folder: Path, store: StoreOptions | None = None) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat templates of a model folder.
 
         A missing template is an error of chat() only: base models have none.
         """
-        return cls(*read_model_folder(folder))
+        return cls(*read_model_folder(folder), store=store)
 
     @classmethod
-    def of_model(cls, name: str) -> Self:
+    def of_model(cls, name: str, store: StoreOptions | None = None) -> Self:
         """As from_folder, of a folder or of a model in the local Hugging Face cache."""
-        return cls.from_folder(find_model_folder(name))
+        return cls.from_folder(find_model_folder(name), store)
 
     def completion(self, body: Mapping[str, Any]) -> list[Tokens]:
         """Token ids of each prompt of a /v1/completions body."""
@@ -136,7 +140,7 @@ class PromptTokenizer:
         limit = _limit(body) if body.get("truncation_side") is None else None
         try:
             if limit is None:
-                ids = self._encoder.encode(text, with_special=with_special, max_new=max_new)
+                ids = self.encoder.encode(text, with_special=with_special, max_new=max_new)
                 return None if ids is None else _cut(ids, body)
             if len(text) > max_new:
                 return None

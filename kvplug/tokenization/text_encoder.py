@@ -1,0 +1,101 @@
+"""One text to its token ids, by the faster of two libraries.
+
+In:  a tokenizer of `tokenizers`, as it was configured.   Out: a function: text -> uint32 token ids.
+
+`fastokens`, if it is installed, is 20 to 60 times faster (docs/tokenization.md) and is taken where
+it agrees: for the kinds of tokenizers that tests/tokenization/test_real_families.py compares, and
+if it gives the same ids for `_SAMPLES` and for the tokenizer's own special tokens when it is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from kvplug.tokenization.cuts import is_known
+
+logger = logging.getLogger(__name__)
+
+U32 = npt.NDArray[np.uint32]
+
+# What tokenizers are known to differ in.
+_SAMPLES: Final = (
+    "",
+    " ",
+    "Hello, world! It's 12345.67 o'clock; they'LL come.",
+    "  two  spaces\tand\ttabs \n\n\n  lines\r\n\r\nends   ",
+    "def f(x: int) -> str:\n    return f'{x:>08}'  # 100_000\n",
+    '{"key": [1, 2.5e-3, null], "text": "a\\nb"}\n</tool_call>',
+    "naïve café Ångström ﬁ ½ ² e\u0301 a\u0308\u0323 \u212b",
+    "漢字かな交じり文。中文，標點；한국어 문장입니다！",
+    "Привет мир. עברית العربية ไทย हिन्दी",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 \u200b\ufeff\u00a0\u2028\u3000x\x00\x7f",
+    "CamelCaseHTTPServer snake_case SCREAMING iPhone McDonald’s",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa ======== ////",
+)
+_MAX_ADDED: Final = 64
+
+
+class TextEncoder(Protocol):
+    """Token ids of a text; raises what the library raises for a text that has none."""
+
+    def __call__(self, text: str, *, with_special: bool) -> U32: ...
+
+
+def slow_encoder(backend: Tokenizer) -> TextEncoder:
+    """By `tokenizers` itself."""
+
+    def encode(text: str, *, with_special: bool) -> U32:
+        ids = backend.encode(text, add_special_tokens=with_special).ids
+        return np.array(ids, dtype=np.uint32)
+
+    return encode
+
+
+def text_encoder(backend: Tokenizer) -> tuple[TextEncoder, str]:
+    """The faster one that agrees, and the name of its library."""
+    slow = slow_encoder(backend)
+    if backend.encode_special_tokens or not is_known(backend):
+        return slow, "tokenizers"
+    fast = _fast_encoder(backend)
+    if fast is None or not _agree(fast, slow, backend):
+        return slow, "tokenizers"
+    return fast, "fastokens"
+
+
+def _fast_encoder(backend: Tokenizer) -> TextEncoder | None:
+    try:
+        from fastokens import Tokenizer as FastTokenizer
+    except ImportError:
+        return None
+    try:
+        flat: Callable[..., Any] = FastTokenizer.from_json_str(backend.to_str()).encode_batch_flat
+    except Exception as error:  # noqa: BLE001 - of a foreign library; the other one will do
+        logger.info("fastokens cannot load this tokenizer, tokenizers does: %s", error)
+        return None
+
+    def encode(text: str, *, with_special: bool) -> U32:
+        ids, _ = flat([text], add_special_tokens=with_special)
+        return np.frombuffer(ids, dtype=np.uint32)
+
+    return encode
+
+
+def _agree(fast: TextEncoder, slow: TextEncoder, backend: Tokenizer) -> bool:
+    added = [token.content for token in backend.get_added_tokens_decoder().values()][:_MAX_ADDED]
+    samples = (*_SAMPLES, " ".join(added), "word".join(added), "\n".join(_SAMPLES))
+    for text in samples:
+        for with_special in (False, True):
+            try:
+                ids = fast(text, with_special=with_special)
+            except Exception:  # noqa: BLE001
+                ids = None
+            if ids is None or not np.array_equal(ids, slow(text, with_special=with_special)):
+                logger.warning("fastokens is not used: it gives other token ids for %r", text[:80])
+                return False
+    return True
