@@ -186,6 +186,33 @@ class ServerConfig:
         default_text="the model's folder",
         parse=TokenizerFolder.parse,
     )
+    tokenizer_cache_bytes: int = setting(
+        64 * 2**20,
+        "memory, per model, for texts and their token ids: what a prompt has in common with "
+        "earlier ones is not [tokenized](tokenization.md) again",
+        limits=ABOVE_0,
+        flag="--tokenizer-cache-bytes",
+    )
+    tokenizer_block_chars: int = setting(
+        256,
+        "characters of a text that are remembered as one; larger blocks take less memory, and "
+        "more is tokenized again where two texts part",
+        limits=ABOVE_0,
+        flag="--tokenizer-block-chars",
+    )
+    tokenizer_min_overlap: float = setting(
+        1.0,
+        "share of a text from which on its known beginning stands for all of it: the rest is "
+        "not tokenized, and matches no cached block; 1 is off, and exact",
+        limits=Limits("above 0 and at most 1", lambda value: 0 < finite(value) <= 1),
+        flag="--tokenizer-min-overlap",
+    )
+    tokenizer_threads: int = setting(
+        4,
+        "long prompts that are tokenized at a time; short ones are tokenized at once",
+        limits=ABOVE_0,
+        flag="--tokenizer-threads",
+    )
     worker_api_key_file: Path | None = setting(
         None,
         "file with the API key of the engines (`vllm serve --api-key`), for the router's own"

@@ -31,6 +31,7 @@ from kvplug.server.proxy.forwarding import Proxy
 from kvplug.server.proxy.listening import Listener, max_connections, raise_descriptor_limit
 from kvplug.server.proxy.upstream import Upstream
 from kvplug.server.workers.fleet import Fleet
+from kvplug.tokenization.piece_encoder import StoreOptions
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class RouterService:
             self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
-            prompts = Prompts(self.config.tokenizer_folders)
+            prompts = _prompts(self.config)
+            started.callback(prompts.close)
             self.diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
             started.push_async_callback(self.diagnosis.stop)
             self.diagnosis.start()
@@ -108,6 +110,15 @@ class RouterService:
             shutdown_timeout=self.config.grace_s / 2,
             access_log=None,
         )
+
+
+def _prompts(config: ServerConfig) -> Prompts:
+    store = StoreOptions(
+        max_bytes=config.tokenizer_cache_bytes,
+        piece_chars=config.tokenizer_block_chars,
+        min_overlap=config.tokenizer_min_overlap,
+    )
+    return Prompts(config.tokenizer_folders, store, num_threads=config.tokenizer_threads)
 
 
 async def serve(config: ServerConfig) -> None:

@@ -52,7 +52,10 @@ class _Place(NamedTuple):
 _BEFORE_SPACE: Final = _Place("[A-Za-z0-9.,;:)]", " ", "[a-z]")
 _BEHIND_LINE: Final = _Place("\n", "[A-Za-z]")
 # Between a Chinese, Japanese or Korean letter and what ends its clause: such texts have no spaces.
-_BEFORE_STOP: Final = _Place("[\u4e00-\u9fa5\u3041-\u3096\u30a1-\u30fa\uac00-\ud7a3]", "[、。，：；！？]")
+_BEFORE_STOP: Final = _Place(
+    "[\u4e00-\u9fa5\u3041-\u3096\u30a1-\u30fa\uac00-\ud7a3]",
+    "[\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f]",
+)
 
 _GPT2: Final = (_BEFORE_SPACE, _BEFORE_STOP)  # it takes line breaks together with what follows
 _NEWER: Final = (_BEFORE_SPACE, _BEHIND_LINE, _BEFORE_STOP)
@@ -92,7 +95,7 @@ _WORDS: Final = frozenset(
 )
 _DEEPSEEK: Final = (
     r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
     r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _TAIL,
 )
@@ -192,7 +195,8 @@ def _markers(settings: _Json, written: str) -> Iterable[str]:
         wanted = content in written if written else token["special"]
         stands = is_plain or not token["normalized"]
         looks = token["lstrip"] or token["single_word"]
-        if wanted and stands and not looks and content.isprintable() and content not in inner:
-            # No other token begins before it and reaches into it.
-            if not any(content[:size] in ends for size in range(1, len(content))):
-                yield content
+        # Another token that begins before it may reach into it.
+        sizes = range(1, len(content))
+        is_reached = content in inner or any(content[:size] in ends for size in sizes)
+        if wanted and stands and not looks and content.isprintable() and not is_reached:
+            yield content

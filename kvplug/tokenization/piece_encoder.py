@@ -26,7 +26,7 @@ from kvplug.tokenization.cuts import cut_pattern
 from kvplug.tokenization.text_encoder import U32, text_encoder
 
 _PIECES_PER_LARGE: Final = 16
-# Of a piece, beside its text and its ids: two headers, a place in the dict (CPython 3.11, measured).
+# Of a piece, beside its text and its ids: headers, and a place in the dict (CPython 3.11).
 _ENTRY_BYTES: Final = 250
 
 

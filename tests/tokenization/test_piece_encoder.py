@@ -1,6 +1,7 @@
 """Token ids piece by piece are those of the whole text."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pydoc_data.topics import topics
 
@@ -11,26 +12,29 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from kvplug.tokenization import piece_encoder
-from kvplug.tokenization.piece_encoder import PieceEncoder, _cut
+from kvplug.tokenization import cuts, piece_encoder
+from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions, _cut
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+KNOWN_WORDS = {
+    **{f"words{number}": (words,) for number, words in enumerate(sorted(cuts._WORDS))},
+    "deepseek": cuts._DEEPSEEK,
+}
+TINY = StoreOptions(piece_chars=3)  # so that short texts are cut often
 
 
-def split_by(words):
+def split_by(*words):
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(words), "isolated"),
+            *(pre_tokenizers.Split(Regex(each), "isolated") for each in words),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
 
 
-LLAMA3, QWEN2 = sorted(piece_encoder._WORDS, key=len, reverse=True)
 PRE_TOKENIZERS = {
     "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "llama3": split_by(LLAMA3),
-    "qwen2": split_by(QWEN2),
+    **{name: split_by(*words) for name, words in KNOWN_WORDS.items()},
 }
 
 
@@ -65,7 +69,7 @@ ADDED = (
 @pytest.fixture(scope="module")
 def backends():
     plain = {name: train(each) for name, each in PRE_TOKENIZERS.items()}
-    nfc = train(PRE_TOKENIZERS["qwen2"], normalizer=normalizers.NFC(), added=ADDED)
+    nfc = train(PRE_TOKENIZERS["words0"], normalizer=normalizers.NFC(), added=ADDED)
     return {**plain, "added": nfc}
 
 
@@ -90,24 +94,15 @@ words = st.sampled_from(
 
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
 @given(parts=st.lists(words, max_size=60), with_special=st.booleans())
-def test_pieces_give_the_ids_of_the_whole(backends, monkeypatch_piece, name, parts, with_special):
+def test_pieces_give_the_ids_of_the_whole(backends, name, parts, with_special):
     text, backend = "".join(parts), backends[name]
-    encoder = PieceEncoder(backend)
+    encoder = PieceEncoder(backend, options=TINY)
     assert encoder.cuts
     expected = backend.encode(text, add_special_tokens=with_special).ids
     for _ in range(2):  # the second time from memory
         assert (
             encoder.encode(text, with_special=with_special, max_new=len(text)).tolist() == expected
         )
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_piece():
-    """Pieces of a few characters, so that short texts are cut often."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_encoder, "SMALL_CHARS", 3)
-        patch.setattr(piece_encoder, "LARGE_CHARS", 9)
-        yield
 
 
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
@@ -134,8 +129,8 @@ def test_what_is_too_long_to_tokenize_is_not_kept(backends):
 def test_a_text_is_left_as_soon_as_too_much_of_it_is_new(backends, monkeypatch):
     num_cut = []
 
-    def cut(text, size):
-        for piece in _cut(text, size):
+    def cut(text, size, cut_at):
+        for piece in _cut(text, size, cut_at):
             num_cut.append(len(piece))
             yield piece
 
@@ -145,17 +140,63 @@ def test_a_text_is_left_as_soon_as_too_much_of_it_is_new(backends, monkeypatch):
     assert sum(num_cut) < 30_000  # each is cut twice
 
 
-@pytest.mark.parametrize("size", ["SMALL", "LARGE"])
-def test_only_so_many_pieces_are_kept(backends, monkeypatch, size):
-    monkeypatch.setattr(piece_encoder, f"MAX_{size}", 3)
-    monkeypatch.setattr(piece_encoder, "MAX_LARGE" if size == "SMALL" else "MAX_SMALL", 0)
-    monkeypatch.setattr(piece_encoder, "LARGE_CHARS", 4)
-    encoder = PieceEncoder(backends["gpt2"])
-    texts = [f"text{number}" for number in range(5)]
-    for text in [texts[0], *texts]:
-        encoder.encode(text, with_special=False, max_new=5)
+def test_pieces_are_kept_within_their_bytes(backends):
+    options = StoreOptions(piece_chars=16, max_bytes=20_000)
+    encoder = PieceEncoder(backends["gpt2"], options=options)
+    texts = [f"text number {number} " * 30 for number in range(60)]
+    for text in texts:
+        encoder.encode(text, with_special=False, max_new=len(text))
+        assert 0 < encoder.num_bytes <= options.max_bytes
     known = [encoder.encode(text, with_special=False, max_new=0) is not None for text in texts]
-    assert known == [False] * 2 + [True] * 3
+    assert known[-1]
+    assert not known[0]  # the one used longest ago went first
+
+
+def test_what_was_known_is_counted(backends):
+    encoder, text = PieceEncoder(backends["gpt2"]), "one two three " * 50
+    for _ in range(2):
+        encoder.encode(text, with_special=False, max_new=len(text))
+    assert encoder.counts.num_texts == 2
+    assert encoder.counts.num_chars == 2 * len(text)
+    assert encoder.counts.num_chars_known == len(text)
+
+
+def test_threads_share_the_pieces(backends):
+    encoder = PieceEncoder(backends["gpt2"], options=StoreOptions(max_bytes=30_000))
+    texts = ["".join(f"word {number * step} " for number in range(500)) for step in range(1, 9)]
+    expected = [backends["gpt2"].encode(text, add_special_tokens=False).ids for text in texts]
+
+    def encode(number):
+        ids = encoder.encode(texts[number % 8], with_special=False, max_new=10**6)
+        return ids.tolist() == expected[number % 8]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(encode, range(160)))
+    assert encoder.num_bytes == sum(
+        piece_encoder._bytes_of(*each) for each in encoder._pieces._ids.items()
+    )
+
+
+@pytest.mark.parametrize(("min_overlap", "is_shortened"), [(0.8, True), (0.95, False)])
+def test_a_known_beginning_can_stand_for_the_whole(backends, min_overlap, is_shortened):
+    options = StoreOptions(min_overlap=min_overlap)
+    encoder, text = PieceEncoder(backends["gpt2"], options=options), "one two three " * 1000
+    whole = encoder.encode(text, with_special=True, max_new=len(text))
+    longer = encoder.encode(text + "four " * 250, with_special=True, max_new=10**6)
+    exact = backends["gpt2"].encode(text + "four " * 250).ids
+    assert longer.tolist() == exact[: len(longer)]
+    assert (len(longer) < len(whole)) == is_shortened
+    assert encoder.counts.num_texts_shortened == is_shortened
+
+
+def test_a_chat_of_any_language_is_cut_at_its_markers(backends):
+    backend = backends["gpt2"]
+    encoder = PieceEncoder(backend, options=TINY)
+    first, second = ("<|im_end|>".join([text] * 9) for text in ("\u4e00" * 50, "\u4e01" * 50))
+    for text in (first, first + "<|im_end|>" + second):
+        ids = encoder.encode(text, with_special=False, max_new=10**6)
+        assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
+    assert encoder.counts.num_chars_known >= 0.8 * len(first)
 
 
 @pytest.mark.parametrize(
@@ -174,14 +215,51 @@ def test_only_so_many_pieces_are_kept(backends, monkeypatch, size):
         ),
     ],
 )
-def test_tokenizers_that_look_across_a_cut_get_the_whole_text(change):
+def test_tokenizers_that_look_across_a_place_are_not_cut_there(change):
     backend = Tokenizer.from_str(trained_gpt2())
     change(backend)
-    encoder = PieceEncoder(backend)
-    assert not encoder.cuts
-    text = "in new york. and the end of it " * 100
-    expected = backend.encode(text, add_special_tokens=True).ids
-    assert encoder.encode(text, with_special=True, max_new=len(text)).tolist() == expected
+    encoder = PieceEncoder(backend, options=TINY)
+    text = "in new york. and the end of it<|im_end|> all. " * 100
+    for with_special in (False, True):
+        expected = backend.encode(text, add_special_tokens=with_special).ids
+        ids = encoder.encode(text, with_special=with_special, max_new=len(text))
+        assert ids.tolist() == expected
+
+
+def test_special_tokens_behind_a_text_leave_it_whole():
+    backend = Tokenizer.from_str(trained_gpt2())
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A <s>", special_tokens=[("<s>", 0)]
+    )
+    assert not PieceEncoder(backend).cuts
+
+
+def test_special_tokens_that_are_to_be_text_are_no_markers():
+    backend = Tokenizer.from_str(trained_gpt2())
+    backend.encode_special_tokens = True
+    encoder, text = PieceEncoder(backend, options=TINY), "one<|im_end|>two" * 20
+    ids = encoder.encode(text, with_special=False, max_new=len(text))
+    assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        AddedToken("im_end|>x"),  # begins within the marker: no harm
+        AddedToken("a<|im"),  # begins before it and reaches into it
+        AddedToken("a<|im_end|>"),
+        AddedToken("<|im_end|>", lstrip=True),
+        AddedToken("<|im_end|>", single_word=True),
+        AddedToken("\n<", normalized=False),
+    ],
+)
+def test_a_marker_that_another_token_reaches_into_is_none(token):
+    backend = Tokenizer.from_str(trained_gpt2())
+    backend.add_tokens([token])
+    encoder = PieceEncoder(backend, options=TINY)
+    text = "one a<|im_end|>x a <|im_end|> a\n<|im_end|>two \n<s><s>a<|im " * 20
+    ids = encoder.encode(text, with_special=False, max_new=len(text))
+    assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
 
 
 def test_a_tokenizer_that_rolls_dice_is_asked_each_time():

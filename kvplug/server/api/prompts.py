@@ -10,24 +10,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvplug.errors import TokenizerError
 from kvplug.hashing import Tokens
 from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
 from kvplug.tokenization.chat_messages import has_media
+from kvplug.tokenization.piece_encoder import StoreOptions
 from kvplug.tokenization.prompt_kind import PromptKind
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
 
 logger = logging.getLogger(__name__)
 
-# What is short, or short but for what is remembered, is tokenized on the event loop (well under a
-# millisecond); the rest in a thread, where the tokenizer releases the GIL.
-_INLINE_CHARACTERS = 4096
-_MAX_INLINE_BYTES = 2**19
+T = TypeVar("T")
+
+# A short prompt is tokenized on the event loop, in well under a millisecond, if at most so many
+# characters of it are new; all others in a thread, where the tokenizer releases the GIL.
+_INLINE_BYTES = 2**15
+_INLINE_MESSAGES = 64
+_INLINE_CHARACTERS = {"tokenizers": 1024, "fastokens": 2**15}
 
 
 class Reason(StrEnum):
@@ -54,17 +62,38 @@ _WHY = {
 
 
 class Prompts:
-    """tokens_of a body; one tokenizer per model, loaded on first use.
+    """tokens_of a body; one tokenizer per model, loaded on first use. `close` at the end.
 
     Counted: `untokenized` by model, `without_prefix` by reason.
     """
 
-    def __init__(self, tokenizer_folders: Mapping[str, Path]) -> None:
-        """By model, the folder of its tokenizer; under "" that of all others."""
+    def __init__(
+        self,
+        tokenizer_folders: Mapping[str, Path],
+        store: StoreOptions | None = None,
+        *,
+        num_threads: int = 4,
+    ) -> None:
+        """By model, the folder of its tokenizer; under "" that of all others. `num_threads`:
+        how many long prompts are tokenized at a time.
+        """
         self.untokenized: Counter[str] = Counter()
         self.without_prefix: Counter[str] = Counter()
-        self._folders = tokenizer_folders
+        self._folders, self._store = tokenizer_folders, store
         self._tokenizers: dict[str, PromptTokenizer | None] = {}
+        self._loading = threading.Lock()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Wait for no thread: what is being tokenized has no reader any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def loaded(self) -> Iterator[tuple[str, PromptTokenizer]]:
+        """The models with a tokenizer here, and it."""
+        for model, tokenizer in dict(self._tokenizers).items():
+            if tokenizer is not None:
+                yield model, tokenizer
 
     @property
     def without_tokenizer(self) -> frozenset[str]:
@@ -98,14 +127,15 @@ class Prompts:
             ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
             if ready is not None:
                 return ready
-            tokenizer = self._tokenizer(body["model"], root, digests)
+            tokenizer = await self._tokenizer(body["model"], root, digests)
             if tokenizer is None:
                 return None
-            if size <= _MAX_INLINE_BYTES:
-                tokens = tokenizer.first(body, kind, max_new=_INLINE_CHARACTERS)
+            if size <= _INLINE_BYTES and _num_messages(body) <= _INLINE_MESSAGES:
+                most = _INLINE_CHARACTERS[tokenizer.encoder.library]
+                tokens = tokenizer.first(body, kind, max_new=most)
                 if tokens is not None:
                     return tokens
-            return await asyncio.to_thread(tokenizer.first, body, kind, max_new=sys.maxsize)
+            return await self._in_thread(partial(tokenizer.first, body, kind, max_new=sys.maxsize))
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
@@ -121,15 +151,25 @@ class Prompts:
         self.without_prefix[reason] += 1
 
     def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
-        """The tokenizer of a model, loaded on first use; None if there is none here."""
+        """The tokenizer of a model, loaded on first use (seconds); None if there is none here."""
         if model not in self._tokenizers:
-            folder = self._folders.get(model) or self._folders.get("")
-            self._tokenizers[model] = _load(model, str(folder or root))
+            with self._loading:
+                if model not in self._tokenizers:
+                    name = str(self._folders.get(model) or self._folders.get("") or root)
+                    self._tokenizers[model] = _load(model, name, self._store)
         return self._tokenizers[model]
 
-    def _tokenizer(self, model: str, root: str, digests: Collection[str]) -> PromptTokenizer | None:
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def _tokenizer(
+        self, model: str, root: str, digests: Collection[str]
+    ) -> PromptTokenizer | None:
         """The one that the engines have, or None and a reason."""
-        tokenizer = self.tokenizer_of(model, root)
+        if model in self._tokenizers:
+            tokenizer = self._tokenizers[model]
+        else:
+            tokenizer = await self._in_thread(partial(self.tokenizer_of, model, root))
         if tokenizer is None:
             self.untokenized[model] += 1
             self.note(Reason.NO_TOKENIZER)
@@ -145,9 +185,14 @@ def _unreadable(body: Body) -> Reason | None:
     return None if body.get("prompt_embeds") is None else Reason.PROMPT_EMBEDS
 
 
-def _load(model: str, name: str) -> PromptTokenizer | None:
+def _num_messages(body: Body) -> int:
+    items = body.get("messages") or body.get("input")
+    return len(items) if isinstance(items, list) else 1
+
+
+def _load(model: str, name: str, store: StoreOptions | None) -> PromptTokenizer | None:
     try:
-        return PromptTokenizer.of_model(name)
+        return PromptTokenizer.of_model(name, store)
     except TokenizerError as error:
         logger.warning(
             "model %s: text is routed by load alone, without prefix knowledge: %s; "
