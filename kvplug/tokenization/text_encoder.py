@@ -31,7 +31,7 @@ _SAMPLES: Final = (
     "  two  spaces\tand\ttabs \n\n\n  lines\r\n\r\nends   ",
     "def f(x: int) -> str:\n    return f'{x:>08}'  # 100_000\n",
     '{"key": [1, 2.5e-3, null], "text": "a\\nb"}\n</tool_call>',
-    "na\u00efve caf\u00e9 \ufb01 \u00bd \u00b2 e\u0301 a\u0308\u0323 \u212b",
+    "na\u00efve \u00c5ngstr\u00f6m \ufb01 \u00bd \u00b2 e\u0301 a\u0308\u0323 \u212b",
     "漢字かな交じり文。中文、標點\uff0c한국어 문장입니다\uff01",
     "Привет мир. עברית العربية ไทย हिन्दी",
     "\U0001f642 \U0001f469\u200d\U0001f467 \u200b\ufeff\u00a0\u2028\u3000x\x00\x7f",
