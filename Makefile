@@ -113,6 +113,11 @@ bench-outcome: SEEDS ?= 5
 bench-outcome: $(READY)  ## what users see with each router, on simulated engines; hours: ONLY=name,name SEEDS=5 FIRST_SEED=N TRACES=folder; bench-results/outcome.json
 	$(BIN)/python -m tests.benchmarks.outcome --traces $(TRACES) --seeds $(SEEDS) $(if $(FIRST_SEED),--first-seed $(FIRST_SEED)) $(if $(ONLY),--only $(ONLY))
 
+.PHONY: bench-service
+bench-service: ROUNDS ?= 3
+bench-service: $(READY)  ## the router as a service beside vllm-router and smg: cached share, TTFT, added latency, CPU; ROUNDS=3 ONLY=router,router; 9 minutes a round; bench-results/service.json
+	$(BIN)/python -m tests.benchmarks.service --rounds $(ROUNDS) $(if $(ONLY),--routers $(ONLY))
+
 .PHONY: soak-index
 soak-index: SECONDS = 180
 soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, flat memory

@@ -17,6 +17,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ from aiohttp import web
 
 from kvplug.errors import KvplugError
 from kvplug.events import EventBatch
-from kvplug.sim import engine_service
+from kvplug.sim import engine_service, publishing
 from kvplug.sim.api import Api
 from kvplug.sim.completions import json_object
 from kvplug.sim.engine_config import SimConfig, parse
@@ -116,6 +117,12 @@ def stock_event(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _replace(module: ModuleType, name: str, stand_in: object) -> None:
+    if name not in vars(module):  # it has moved: the peers would get what they refuse
+        raise AttributeError(f"{module.__name__} uses no {name}")
+    vars(module)[name] = stand_in
+
+
 def main() -> int:
     """Serve until a signal; returns the exit code."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -123,8 +130,9 @@ def main() -> int:
     own, rest = parser.parse_known_args()
     config, _ = parse(rest)
     assert config.tokenizer is not None
-    vars(engine_service)["codec"] = StockCodec
-    vars(engine_service)["Api"] = partial(SlowApi, tokenize_s_per_byte=own.tokenize_s_per_byte)
+    _replace(publishing, "codec", StockCodec)
+    slow = partial(SlowApi, tokenize_s_per_byte=own.tokenize_s_per_byte)
+    _replace(engine_service, "Api", slow)
     tokenizer = FolderTokenizer(WordTokenizer(config.tokenizer), config.tokenizer)
     try:
         uvloop.run(engine_service.serve(config, tokenizer))

@@ -71,7 +71,9 @@ def running(router: Router, fleet: Fleet, log_dir: Path) -> Iterator[Running]:
         process.kill()
 
 
-def _kvplug(*flags: str) -> Command:
+def kvplug_command(*flags: str) -> Command:
+    """This package's own router."""
+
     def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
         workers = [f"{e.endpoint.url},events={e.events},replay={e.replay}" for e in engines]
         return [
@@ -84,7 +86,9 @@ def _kvplug(*flags: str) -> Command:
     return command
 
 
-def _vllm_router(policy: str) -> Command:
+def vllm_router_command(policy: str) -> Command:
+    """vllm-project's, in an environment of its own."""
+
     def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
         events = [
             *("--kv-event-model", MODEL_NAME, "--kv-event-block-size", str(BLOCK_SIZE)),
@@ -105,7 +109,9 @@ def _vllm_router(policy: str) -> Command:
     return command
 
 
-def _smg(policy: str) -> Command:
+def smg_command(policy: str) -> Command:
+    """Shepherd's, in an environment of its own."""
+
     def command(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
         return [
             *(str(cached_python(SMG.replace("==", "-"), SMG).with_name("smg")), "launch"),
@@ -127,7 +133,8 @@ def _asked(endpoint: Endpoint, path: str) -> Any:
     return (reply.body or {}) if reply.status == HTTPStatus.OK else None
 
 
-def _kvplug_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+def kvplug_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+    """All workers are up and their events are heard."""
     workers = (_asked(endpoint, "/health") or {}).get("workers", [])
     return len(workers) == num_engines and all(
         worker["state"] == "up" and (worker["ranks"][0]["events"] or {}).get("connected") is True
@@ -135,31 +142,34 @@ def _kvplug_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
     )
 
 
-def _round_robin_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+def workers_are_up(endpoint: Endpoint, num_engines: int) -> bool:
+    """All workers are up, whatever is heard of them."""
     workers = (_asked(endpoint, "/health") or {}).get("workers", [])
     return len(workers) == num_engines and all(worker["state"] == "up" for worker in workers)
 
 
-def _answers_health(endpoint: Endpoint, num_engines: int) -> bool:
+def answers_health(endpoint: Endpoint, num_engines: int) -> bool:
+    """As far as can be asked of vllm-router."""
     return _asked(endpoint, "/health") is not None
 
 
-def _smg_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+def smg_is_ready(endpoint: Endpoint, num_engines: int) -> bool:
+    """All workers are healthy."""
     return (_asked(endpoint, "/readiness") or {}).get("healthy_workers") == num_engines
 
 
 KVPLUG: Final = "kvplug"
 ROUTERS: Final = (
-    Router(KVPLUG, _kvplug(), _kvplug_is_ready),
-    Router("kvplug_weight_1", _kvplug("--kv-overlap-score-weight", "1"), _kvplug_is_ready),
-    Router("kvplug_weight_4", _kvplug("--kv-overlap-score-weight", "4"), _kvplug_is_ready),
-    Router("round_robin", _kvplug("--mode", "round_robin"), _round_robin_is_ready, is_peer=True),
-    Router("vllm_cache_aware", _vllm_router("cache_aware"), _answers_health, is_peer=True),
-    Router("vllm_kv_aware", _vllm_router("kv_aware"), _answers_health, is_peer=True),
+    Router(KVPLUG, kvplug_command(), kvplug_is_ready),
+    Router("kvplug_weight_1", kvplug_command("--kv-overlap-score-weight", "1"), kvplug_is_ready),
+    Router("kvplug_weight_4", kvplug_command("--kv-overlap-score-weight", "4"), kvplug_is_ready),
+    Router("round_robin", kvplug_command("--mode", "round_robin"), workers_are_up, is_peer=True),
+    Router("vllm_cache_aware", vllm_router_command("cache_aware"), answers_health, is_peer=True),
+    Router("vllm_kv_aware", vllm_router_command("kv_aware"), answers_health, is_peer=True),
     Router(
         "smg_cache_aware",
-        _smg("cache_aware"),
-        _smg_is_ready,
+        smg_command("cache_aware"),
+        smg_is_ready,
         is_peer=True,
         refuses={"ids": "smg 1.13.0 answers 400 to token ids in /v1/completions"},
     ),

@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
+import aiohttp
+
 from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
 from kvplug.errors import UnknownRankError
@@ -28,7 +30,6 @@ from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.probe import Prober, compare_tokenization
 from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
-from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet, Worker
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Diagnosis:
         fleet: Fleet,
         audit: Audit,
         prompts: Prompts,
-        session: WorkerSession,
+        session: aiohttp.ClientSession,
         *,
         connect_grace_s: float = 5.0,
     ) -> None:

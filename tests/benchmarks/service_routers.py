@@ -1,0 +1,156 @@
+"""The routers of `make bench-service`, and the client's own turns in their place.
+
+In:  a name, engines.   Out: URLs that take requests, and the processes behind them.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from examples.launch.child_process import ChildProcess
+from examples.launch.endpoint import LOOPBACK, Endpoint
+from examples.launch.ports import free_ports
+from tests.benchmarks.outcome_fleet import ENV, Engine, Fleet, cpu_s
+from tests.benchmarks.outcome_requests import Form, tokenizer_folder
+from tests.benchmarks.outcome_routers import (
+    Router,
+    answers_health,
+    kvplug_command,
+    kvplug_is_ready,
+    running,
+    smg_command,
+    smg_is_ready,
+    vllm_router_command,
+    workers_are_up,
+)
+
+Mode = Literal["direct", "round_robin", "kv"]
+NUM_ENGINES: Final = 4
+STEP_S: Final = 0.01
+_KIB: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`router` is None for a client without one; `needs`: a flag without which it is skipped."""
+
+    name: str
+    mode: Mode
+    router: Router | None
+    is_peer: bool = False
+    needs: str = ""
+
+    @property
+    def refuses(self) -> Mapping[Form, str]:
+        """Why a form of requests cannot be sent."""
+        return self.router.refuses if self.router else {}
+
+    def missing(self) -> str:
+        """Why it cannot run here, or nothing."""
+        if self.needs and self.needs not in _help():
+            return f"{self.name} is skipped: this kvplug.router has no {self.needs}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What takes requests; `processes` is empty without a router."""
+
+    urls: Sequence[str]
+    processes: Sequence[ChildProcess] = ()
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the router's processes so far."""
+        return cpu_s(self.processes)
+
+    def memory_mb(self) -> float:
+        """What they hold; pages that several share count once."""
+        pids = [pid for process in self.processes for pid in process.members()]
+        return sum(map(_pss_kib, pids)) * _KIB / 1e6
+
+
+@contextmanager
+def opened(contestant: Contestant, fleet: Fleet, log_dir: Path) -> Iterator[Front]:
+    """In front of engines that are starting."""
+    if contestant.router is None:
+        fleet.wait_ready()
+        yield Front([engine.endpoint.url for engine in fleet.engines])
+        return
+    with running(contestant.router, fleet, log_dir) as front:
+        yield Front([front.url], [front.process])
+
+
+@contextmanager
+def cheap_fleet(log_dir: Path) -> Iterator[Fleet]:
+    """Engines in one process that answer at once."""
+    first, second, *ports = free_ports(2 + 3 * NUM_ENGINES)
+    triples = [ports[3 * number : 3 * number + 3] for number in range(NUM_ENGINES)]
+    command = [sys.executable, "-m", "tests.benchmarks.service_engine", "--step-s", str(STEP_S)]
+    command += ["--tokenizer", str(tokenizer_folder())]
+    command += [f"--engine={':'.join(map(str, triple))}" for triple in triples]
+    process = ChildProcess("engines", command, log_path=log_dir / "engines.log", env=ENV)
+    tcp = f"tcp://{LOOPBACK}"
+    engines = [Engine(process, Endpoint(p), f"{tcp}:{e}", f"{tcp}:{r}") for p, e, r in triples]
+    try:
+        process.start()
+        yield Fleet(engines, (first, second))
+    finally:
+        process.kill()
+
+
+def _pss_kib(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0  # it ended while we looked
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+@functools.cache
+def _help() -> str:
+    command = [sys.executable, "-m", "kvplug.router", "--help"]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=True).stdout
+
+
+def _of_kvplug(name: str, mode: Mode, *flags: str, needs: str = "") -> Contestant:
+    is_ready = kvplug_is_ready if mode == "kv" else workers_are_up
+    router = Router(name, kvplug_command("--mode", mode, *flags), is_ready)
+    return Contestant(name, mode, router, needs=needs)
+
+
+def _of_vllm(policy: str, mode: Mode) -> Contestant:
+    name = f"vllm_{policy}"
+    return Contestant(
+        name, mode, Router(name, vllm_router_command(policy), answers_health), is_peer=True
+    )
+
+
+DIRECT: Final = "direct"
+PROCESSES: Final = "--processes"
+CONTESTANTS: Final = (
+    Contestant(DIRECT, "direct", None),
+    _of_kvplug("kvplug_round_robin", "round_robin"),
+    _of_kvplug("kvplug_kv", "kv"),
+    _of_kvplug("kvplug_kv_2", "kv", PROCESSES, "2", needs=PROCESSES),
+    _of_vllm("round_robin", "round_robin"),
+    _of_vllm("cache_aware", "kv"),
+    _of_vllm("kv_aware", "kv"),
+    Contestant(
+        "smg_cache_aware",
+        "kv",
+        Router(
+            "smg_cache_aware",
+            smg_command("cache_aware"),
+            smg_is_ready,
+            refuses={"ids": "smg 1.13.0 answers 400 to token ids in /v1/completions"},
+        ),
+        is_peer=True,
+    ),
+)
