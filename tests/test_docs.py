@@ -49,7 +49,7 @@ KEY_FLAGS = ("--events-key-file", "--events-server-key")
 OF_ENGINES = {
     *("--api-key", "--block-size", "--enable-force-include-usage", "--enable-prefix-caching"),
     *("--disable-hybrid-kv-cache-manager", "--disable-hybrid-swa-memory", "--system", "--ulimit"),
-    *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port"),
+    *("--enable-prompt-tokens-details", "--kv-events-config", "--model", "--port", "--uds"),
     *("--prefix-caching-hash-algo", "--served-model-name"),
     *("--decode-log-interval", "--disable-radix-cache", "--enable-cache-report", "--model-path"),
     *("--page-size", "--data-parallel-size", "--dp-size", "--api-server-count"),

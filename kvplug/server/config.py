@@ -27,6 +27,8 @@ _FORM = (
 )
 _LISTEN = re.compile(r"^(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}\Z")
 _PLAIN_PATH = re.compile(r"^[A-Za-z0-9/._+-]{1,80}\Z")
+_UNIX = "unix:"
+_MAX_SOCKET_PATH_BYTES = 107  # Linux: sockaddr_un
 _KEYS = ("events", "replay", "topic", "block_size", "dp_size")
 
 
@@ -74,7 +76,7 @@ class WorkerSpec:
         is_endpoint = address.partition("://")[0] in TRANSPORTS
         values: dict[str, str] = {"events": address} if is_endpoint else {}
         if not is_endpoint:
-            _require_http(address, text)
+            _require_address(address, text)
         for part in settings:
             key, equals, value = part.partition("=")
             if key not in _KEYS or not equals or key in values:
@@ -114,7 +116,17 @@ def _require_one_transport(events: str, replay: str, text: str) -> None:
         raise ConfigError(f"worker {text!r}: {error}") from error
 
 
-def _require_http(url: str, text: str) -> None:
+def socket_of(url: str) -> str | None:
+    """The path of the Unix socket that a worker's URL names; None for others."""
+    return url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
+
+
+def _require_address(url: str, text: str) -> None:
+    if (path := socket_of(url)) is not None:
+        if not path.startswith("/") or len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
+            limit = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
+            raise ConfigError(f"worker {text!r}: behind unix: is not {limit}; expected {_FORM}")
+        return
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -122,7 +134,8 @@ def _require_http(url: str, text: str) -> None:
         usable = False
     if not usable:
         raise ConfigError(
-            f"worker {text!r}: {url!r} is no http URL and no event endpoint; expected {_FORM}"
+            f"worker {text!r}: {url!r} is no http URL, no unix:/path and no event endpoint; "
+            f"expected {_FORM}"
         )
 
 
@@ -156,7 +169,8 @@ class ServerConfig:
 
     workers: tuple[WorkerSpec, ...] = setting(
         (),
-        "an engine; repeat for each. `ADDRESS`: the URL of its API; or where kvplug's plug-in "
+        "an engine; repeat for each. `ADDRESS`: the URL of its API, or `unix:/path` of its socket "
+        "(`vllm serve --uds`); or where kvplug's plug-in "
         "publishes its events, which says the URL. `events`: where it publishes KV events "
         "(`tcp://host:port`, `ipc://path`), by default where the engine says; vLLM before 0.32 "
         "does not say, and without events only an engine's load counts. `replay`: the "

@@ -106,8 +106,10 @@ class Engine:
 
 
 @asynccontextmanager
-async def served(engine, port=0, **server):
-    """The engine on a free port; yields its URL. `server`: what aiohttp's server is told."""
+async def served(engine, port=0, *, socket=None, **server):
+    """The engine on a free port, or on a Unix socket; yields its URL. `server`: what aiohttp's
+    server is told.
+    """
     app = web.Application(client_max_size=2**26)
     app.add_routes(
         [
@@ -119,8 +121,13 @@ async def served(engine, port=0, **server):
     )
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, **server)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    if socket is None:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    else:
+        await web.UnixSite(runner, str(socket)).start()
+        url = f"unix:{socket}"
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield url
     finally:
         await runner.cleanup()

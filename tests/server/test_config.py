@@ -19,6 +19,7 @@ def test_a_worker_is_read_with_its_settings():
     )
     assert WorkerSpec.parse(f"{WORKER},block_size=32").block_size == 32
     assert WorkerSpec.parse("https://host/base/").url == "https://host/base"
+    assert WorkerSpec.parse("unix:/run/e.sock,dp_size=2").name == "unix:/run/e.sock"
 
 
 def test_a_worker_may_be_named_by_its_event_endpoint_alone():
@@ -48,6 +49,8 @@ def test_a_worker_has_an_address():
         "http://host,events=tcp://a:1,events=tcp://b:2",
         "tcp://a:1,events=tcp://b:2",
         "inproc://events",
+        "unix:relative",
+        "unix:/" + 107 * "x",
     ],
 )
 def test_a_malformed_worker_is_rejected_with_the_form(text):

@@ -15,8 +15,6 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-import aiohttp
-
 from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
 from kvplug.errors import UnknownRankError
@@ -30,6 +28,7 @@ from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.probe import Prober, compare_tokenization
 from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet, Worker
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class Diagnosis:
         fleet: Fleet,
         audit: Audit,
         prompts: Prompts,
-        session: aiohttp.ClientSession,
+        session: WorkerSession,
         *,
         connect_grace_s: float = 5.0,
     ) -> None:

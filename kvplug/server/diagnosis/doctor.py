@@ -31,6 +31,7 @@ from kvplug.server.diagnosis.finding import Code, Finding, table_of
 from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
 from kvplug.server.observability.health import Health
 from kvplug.server.proxy.upstream import Upstream
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet, Worker
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
@@ -92,7 +93,7 @@ async def _ask_router(url: str) -> _Health:
         return msgspec.json.decode(await response.read(), type=_Health)
 
 
-async def _ask_workers(config: ServerConfig, session: aiohttp.ClientSession) -> _Health:
+async def _ask_workers(config: ServerConfig, session: WorkerSession) -> _Health:
     """Connect to all workers and their events, ask, and leave again."""
     audit = Audit(Router(config.router))
     fleet = Fleet(config, audit.router, audit, session)

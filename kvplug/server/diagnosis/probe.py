@@ -16,6 +16,7 @@ from kvplug.errors import TokenizerError
 from kvplug.server.diagnosis import facts
 from kvplug.server.diagnosis.facts import EngineFacts
 from kvplug.server.diagnosis.view import Disagreement
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 
 PROBE_TEXT = "The quick brown fox, ünïcode 漢字 🙂 and\n\tnew  lines: 3.14159 != x[0]"
@@ -35,34 +36,33 @@ class _Tokens(msgspec.Struct):
 class Prober:
     """facts, tokens_of; each answer has `timeout_s`."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        self._session = session
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+    def __init__(self, session: WorkerSession, timeout_s: float) -> None:
+        self._session, self._timeout_s = session, timeout_s
 
     async def facts(self, url: str) -> EngineFacts:
         """What the engine says; nothing is raised."""
         known = EngineFacts()
         for path, read in _VLLM.items():
-            known = known.merged(await self._read(url + path, read))
+            known = known.merged(await self._read(url, path, read))
         # vLLM in its development mode has a /server_info, too, of another form.
         if known.version is None:
-            known = known.merged(await self._read(url + "/server_info", facts.of_server_info))
+            known = known.merged(await self._read(url, "/server_info", facts.of_server_info))
         return known
 
     async def tokens_of(self, url: str, body: dict[str, Any]) -> list[int] | None:
         """What the engine makes of a prompt or of messages; None if it does not say."""
         try:
             async with self._session.post(
-                url + "/tokenize", json=body, timeout=self._timeout
+                url, "/tokenize", json=body, timeout_s=self._timeout_s
             ) as response:
                 response.raise_for_status()
                 return msgspec.json.decode(await response.read(), type=_Tokens).tokens
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
 
-    async def _read(self, url: str, read: Callable[[bytes], EngineFacts]) -> EngineFacts:
+    async def _read(self, url: str, path: str, read: Callable[[bytes], EngineFacts]) -> EngineFacts:
         try:
-            async with self._session.get(url, timeout=self._timeout) as response:
+            async with self._session.get(url, path, timeout_s=self._timeout_s) as response:
                 response.raise_for_status()
                 return read(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError):

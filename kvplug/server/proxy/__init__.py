@@ -6,5 +6,6 @@ upstream     which connection to a worker takes a request, and whose fault a fai
 connection   one connection to a worker: a request out, its answer in
 relay        the stream of an answer from a worker to a client
 client       an answer on its way to a client
-answers      what they say of their tokens; where the events of a stream end
+answers      the events of a stream: where they end, which one has the first token
+usage        what answers say of their tokens, in three dialects
 """

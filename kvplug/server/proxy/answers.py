@@ -1,45 +1,23 @@
-"""What answers say of their tokens and of the cached ones, and where the events of a stream end.
+"""The events of an answer's stream: where they end, and what they say of its tokens.
 
-In:  answers, the parts of streams.   Out: Usage or None, numbers of tokens, whole events.
-
-Nothing is added to a request: a stream carries its usage only if the client asked for it
-(`stream_options.include_usage`) or the engine always sends it.
+In:  the parts of a stream.   Out: whole events, Usage or None, a number of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
-
-import msgspec
 
 from kvplug.audit.audit import Usage
-from kvplug.router.options import MAX_TOKENS
+from kvplug.server.proxy.usage import last_reported
 
 # The chunk with the usage is the last one before [DONE]; vLLM's has about 500 bytes.
 _TAIL_BYTES = 8192
+_OPENING_BYTES = 2048  # the first event of a message has about 500
 _EVENT = b"\ndata:"
+_RESPONSE = b"\nevent: response."
+_DELTA = b'.delta"'
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _MAX_EVENT_BYTES = 2**20  # a longer one is passed on as it comes
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: _Count | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: _Count
-    completion_tokens: _Count | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decoder = msgspec.json.Decoder(_Answer)
 
 
 def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -48,19 +26,6 @@ def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if name.lower() == b"content-type":
             return value.partition(b";")[0].strip().lower() == b"text/event-stream"
     return False
-
-
-def usage_of(answer: bytes) -> Usage | None:
-    """From an answer, or one chunk of it; None if it has none, or is no such JSON."""
-    try:
-        usage = _decoder.decode(answer).usage
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    if usage is None:
-        return None
-    details = usage.prompt_tokens_details
-    cached_tokens = None if details is None else details.cached_tokens
-    return Usage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
 
 
 class WholeEvents:
@@ -98,27 +63,33 @@ class Stream:
     def __init__(self) -> None:
         self._parts, self._num_bytes = [b"\n"], 1  # as if behind a line
         self._num_events_before, self._has_begun = 0, False
+        self._opening = b""
 
     def add(self, part: bytes) -> bool:
-        """The next part, as it goes to the client; whether it has the first event (a comment,
-        which keeps a connection alive, is none).
+        """The next part, as it goes to the client; whether it has the first token, or event that
+        may be one: a comment, which keeps a connection alive, is none.
         """
         self._parts.append(part)
         self._num_bytes += len(part)
+        if len(self._opening) < _OPENING_BYTES:
+            self._opening += part[:_OPENING_BYTES]
         if self._num_bytes > 2 * _TAIL_BYTES:
             self._keep_tail()
         if self._has_begun:
             return False
-        self._has_begun = self._num_events > 0
+        tail = self._tail
+        # A response is announced before the engine has begun with it.
+        mark = _DELTA if tail.startswith(_RESPONSE) else _EVENT
+        self._has_begun = mark in tail
         return self._has_begun
 
     def usage(self) -> Usage | None:
         """From the last chunk that has one."""
-        for line in reversed(self._tail.splitlines()):
-            field, _, chunk = line.partition(b":")
-            if field == b"data" and b'"usage"' in chunk and (usage := usage_of(chunk)):
-                return usage
-        return None
+        last = last_reported(self._tail)
+        if last is None:
+            return None
+        first = last_reported(self._opening.partition(b"\n\n")[0])
+        return last.usage if first is None else last.with_prompt_of(first).usage
 
     @property
     def num_tokens(self) -> int:
@@ -126,15 +97,12 @@ class Stream:
         usage = self.usage()
         if usage is not None and usage.completion_tokens is not None:
             return usage.completion_tokens
-        return self._num_events - (b"data: [DONE]" in self._tail)
+        num_events = self._num_events_before + self._tail.count(_EVENT)
+        return num_events - (b"data: [DONE]" in self._tail)
 
     @property
     def _tail(self) -> bytes:
         return b"".join(self._parts)
-
-    @property
-    def _num_events(self) -> int:
-        return self._num_events_before + self._tail.count(_EVENT)
 
     def _keep_tail(self) -> None:
         text = self._tail

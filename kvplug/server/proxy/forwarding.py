@@ -25,11 +25,12 @@ from kvplug.hashing import Tokens
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.config import ServerConfig
-from kvplug.server.proxy.answers import is_event_stream, usage_of
+from kvplug.server.proxy.answers import is_event_stream
 from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import Connection, LostError
 from kvplug.server.proxy.relay import Relay
 from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
+from kvplug.server.proxy.usage import usage_of
 from kvplug.server.workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
-import aiohttp
 from aiohttp import web
 
 from kvplug.api_errors import ApiError
 from kvplug.http_service import RANK_HEADER, is_local_shortage
-from kvplug.server.config import ServerConfig
+from kvplug.server.config import ServerConfig, socket_of
 from kvplug.server.proxy.connection import Connection, Headers, LostError
+from kvplug.server.workers.asking import WorkerSession
 
 _KEEPALIVE_S: Final = 2.0
 _PORTS: Final = {"http": 80, "https": 443}
@@ -52,16 +52,19 @@ class Outgoing(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """Where a worker's API is; `prefix`: of each path."""
+    """Where a worker's API is; `prefix`: of each path; `socket`: "" if it is not a Unix one."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
     named: bytes
     prefix: str
+    socket: str = ""
 
     @classmethod
     def of(cls, url: str) -> Self:
+        if (path := socket_of(url)) is not None:
+            return cls("", 0, None, b"localhost", "", path)
         parts = urlsplit(url)
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         named = parts.netloc.rpartition("@")[2].encode("idna" if parts.netloc.isascii() else "utf8")
@@ -73,19 +76,7 @@ class Upstream:
     """An async context manager; post; `session` for what the router asks on its own."""
 
     def __init__(self, config: ServerConfig) -> None:
-        key = config.worker_api_key
-        # A key of the router's own is never on clients' requests.
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers={"Accept-Encoding": "identity", **headers},
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=config.connect_timeout_s,
-                sock_read=config.request_timeout_s,
-            ),
-        )
+        self.session = WorkerSession(config)
         self._connect_timeout_s = config.connect_timeout_s
         self._max_silence_s = config.request_timeout_s
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
@@ -104,7 +95,7 @@ class Upstream:
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
-        await self.session.close()
+        await self.session.__aexit__(kind, error, traceback)
 
     @asynccontextmanager
     async def post(self, request: Outgoing) -> AsyncIterator[Connection]:
@@ -156,9 +147,12 @@ class Upstream:
         connection = Connection(self._max_silence_s)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await loop.create_connection(
-                    lambda: connection, address.host, address.port, ssl=address.tls
-                )
+                if address.socket:
+                    await loop.create_unix_connection(lambda: connection, address.socket)
+                else:
+                    await loop.create_connection(
+                        lambda: connection, address.host, address.port, ssl=address.tls
+                    )
         except OSError as error:
             raise connect_error(error) from error
         return connection

@@ -1,6 +1,7 @@
 """The engines: which are up, what they serve, and whether their events arrive.
 
 fleet          all of them
+asking         what the router asks workers on its own
 worker_url     where a worker's API is, if only its publisher says it
 rank_sources   where an engine publishes the events of each rank; hosts says who reaches that
 worker_events  a follower for each of them

@@ -27,6 +27,7 @@ from kvplug.protocol import WorkerHello
 from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers import rank_sources
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.model_cards import (
     Cards,
     ModelTable,
@@ -108,7 +109,7 @@ class Fleet:
     """start, stop; candidates, models, mark_down."""
 
     def __init__(
-        self, config: ServerConfig, router: Router, audit: Audit, session: aiohttp.ClientSession
+        self, config: ServerConfig, router: Router, audit: Audit, session: WorkerSession
     ) -> None:
         self.workers = {spec.name: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
@@ -383,8 +384,8 @@ class Fleet:
         self._take_down(worker, reason)
 
     async def _get(self, url: str, path: str) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=self._config.connect_timeout_s)
-        async with self._session.get(url + path, timeout=timeout) as response:
+        timeout_s = self._config.connect_timeout_s
+        async with self._session.get(url, path, timeout_s=timeout_s) as response:
             response.raise_for_status()
             return await response.read()
 

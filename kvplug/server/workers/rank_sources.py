@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvplug.events import MAX_DP_SIZE
-from kvplug.server.config import WorkerSpec
+from kvplug.server.config import WorkerSpec, socket_of
 from kvplug.server.workers.hosts import in_brackets, is_loopback, is_wildcard
 from kvplug.transports import TRANSPORTS
 
@@ -148,7 +148,7 @@ def _reached(endpoint: str | None, url: str) -> str | None:
     if endpoint is None:
         return None
     scheme, _, address = endpoint.partition("://")
-    host = urlsplit(url).hostname or ""
+    host = "127.0.0.1" if socket_of(url) is not None else urlsplit(url).hostname or ""
     if scheme not in TRANSPORTS:
         return None
     if scheme != "tcp":

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from kvplug.audit.audit import Usage
-from kvplug.server.proxy.answers import Stream, WholeEvents, usage_of
+from kvplug.server.proxy.answers import Stream, WholeEvents
+from kvplug.server.proxy.usage import usage_of
 
 WITH = {"prompt_tokens": 40, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 32}}
 
@@ -71,6 +72,50 @@ def test_a_stream_without_usage_has_none():
     for part in (event(None), b'data: {"usage": nonsense}\n\n', b"data: [DONE]\n\n"):
         stream.add(part)
     assert stream.usage() is None
+
+
+def named(name, **body):
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps({"type": name, **body}).encode())
+
+
+def test_a_whole_answer_of_each_api_says_its_usage():
+    response = {
+        "input_tokens": 40,
+        "output_tokens": 2,
+        "input_tokens_details": {"cached_tokens": 8},
+    }
+    message = {"input_tokens": 32, "output_tokens": 2, "cache_read_input_tokens": 8}
+    assert usage_of(body(response)) == usage_of(body(message)) == Usage(40, 8, 2)
+    assert usage_of(body({"input_tokens": 40, "output_tokens": 2})) == Usage(40, None, 2)
+    assert usage_of(body({"total_tokens": 40})) is None
+
+
+@pytest.mark.parametrize("size", [1, 100, 10**6])
+def test_a_stream_of_messages_says_its_prompt_first(size):
+    # SGLang 0.5.23; vLLM 0.32 says all of it at the end, too.
+    start = {"input_tokens": 32, "output_tokens": 0, "cache_read_input_tokens": 8}
+    answer = named("message_start", message={"usage": start})
+    answer += named("content_block_delta", delta={"text": '"usage": {}'}) * 500
+    answer += named("message_delta", usage={"output_tokens": 500}) + named("message_stop")
+    stream = Stream()
+    for at in range(0, len(answer), size):
+        stream.add(answer[at : at + size])
+    assert stream.usage() == Usage(40, 8, 500)
+
+
+def test_a_response_is_announced_before_its_first_token():
+    usage = {"input_tokens": 40, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 8}}
+    parts = [
+        named("response.created", response={"usage": None}),
+        named("response.in_progress", response={}),
+        named("response.output_text.delta", delta="a"),
+        named("response.output_text.delta", delta="b"),
+        # Longer than what is kept: the usage stands behind the text.
+        named("response.completed", response={"output": "x" * 50_000, "usage": usage}),
+    ]
+    stream = Stream()
+    assert [stream.add(part) for part in parts] == [False, False, True, False, False]
+    assert stream.usage() == Usage(40, 8, 1)
 
 
 def test_only_the_end_of_a_stream_is_kept():
