@@ -116,12 +116,27 @@ class Router(FollowedFleet):
 
         Its request id is "". Errors as of `route`.
         """
-        prompt = Prompt(as_tokens(token_ids), seed_of(namespace))
-        checked = options_of(options)
+        return self._peek(Prompt(as_tokens(token_ids), seed_of(namespace)), options)
+
+    def _peek(self, prompt: Prompt, given: RouteOptions) -> Decision:
+        options = options_of(given)
         with self._lock:
+            if prompt.given is not None:
+                self.fleet_index.require_hashed(len(prompt.given), len(prompt))
             now_s = self._now()
-            plan = self._decider.plan(prompt, checked, now_s)
-            return self._decider.peek(prompt, plan, checked, now_s)
+            plan = self._decider.plan(prompt, options, now_s)
+            return self._decider.peek(prompt, plan, options, now_s)
+
+    def peek_hashed(
+        self,
+        sequence_hashes: HashesLike,
+        num_tokens: int,
+        **options: Unpack[RouteOptions],
+    ) -> Decision:
+        """As `peek`, for a prompt that is hashed already; ConfigError as of `route_hashed`."""
+        num_tokens = checked_num_tokens(num_tokens, "num_tokens", "route a request")
+        hashes = as_hashes(sequence_hashes)
+        return self._peek(Prompt(NO_TOKENS, 0, hashes, num_tokens), options)
 
     def best_worker_id(
         self,

@@ -234,6 +234,13 @@ class ServerConfig:
         " the client sent, or without one",
         flag="--worker-api-key-file FILE",
     )
+    admin_api_key_file: Path | None = setting(
+        None,
+        "file with the key for [selections](http-api.md#selection) and changes of the fleet, sent "
+        "as `Authorization: Bearer KEY`. Without one, both are for programs of this machine only, "
+        "if the router listens on loopback, and for nobody otherwise",
+        flag="--admin-api-key-file FILE",
+    )
     events_bind: str | None = setting(
         None,
         "an endpoint that engines connect to with their events (`tcp://*:5557`). Topics tell "
@@ -334,7 +341,7 @@ class ServerConfig:
             self._require_distinct(name)
         check_settings(self)
         self._require_folders()
-        _ = self.worker_api_key, self.event_keys  # check themselves
+        _ = self.worker_api_key, self.admin_api_key, self.event_keys  # check themselves
         self._require_topics()
         self._require_urls()
         self._require_nginx()
@@ -347,16 +354,25 @@ class ServerConfig:
     @property
     def worker_api_key(self) -> str | None:
         """Read from its file when it is asked for: a field could be printed."""
-        if self.worker_api_key_file is None:
+        return self._key_in("worker_api_key_file")
+
+    @property
+    def admin_api_key(self) -> str | None:
+        """Likewise."""
+        return self._key_in("admin_api_key_file")
+
+    def _key_in(self, name: str) -> str | None:
+        file: Path | None = getattr(self, name)
+        if file is None:
             return None
         try:
-            key = self.worker_api_key_file.read_text(encoding="utf-8").strip()
+            key = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"worker_api_key_file: cannot be read: {error}") from error
+            raise ConfigError(f"{name}: cannot be read: {error}") from error
         if not (key.isascii() and key.isprintable() and key):
             raise ConfigError(
-                f"worker_api_key_file: expected a line of printable ASCII characters in "
-                f"{str(self.worker_api_key_file)!r}, got none or others"
+                f"{name}: expected a line of printable ASCII characters in {str(file)!r}, got none "
+                "or others"
             )
         return key
 

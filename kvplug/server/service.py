@@ -20,8 +20,14 @@ from kvplug.audit.audit import Audit
 from kvplug.http_service import stopped_by_signals, url_of
 from kvplug.router.core import Router
 from kvplug.server.api.app import Api, Forwards
+from kvplug.server.api.asked import Asked
 from kvplug.server.api.prompts import Prompts
+from kvplug.server.api.reading import BodyReader
 from kvplug.server.config import ServerConfig
+from kvplug.server.control.guard import Guard
+from kvplug.server.control.openapi import openapi_route
+from kvplug.server.control.selection import SelectionRoutes
+from kvplug.server.control.workers import WorkerRoutes
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.nginx.decisions import Decisions
 from kvplug.server.nginx.front import NginxFront
@@ -93,6 +99,13 @@ class RouterService:
         health = Health(self.fleet, self.router, self.audit, self.diagnosis)
         return Api(self.config, self.fleet, forwards, prompts, metrics, health)
 
+    def _control_routes(self, prompts: Prompts) -> list[web.RouteDef]:
+        guard, reader = Guard(self.config), BodyReader(self.config)
+        asked = Asked(self.config, self.fleet, prompts)
+        selection = SelectionRoutes(guard, reader, asked, self.router, self.audit, self.fleet)
+        workers = WorkerRoutes(guard, reader, self.fleet)
+        return [*selection.routes, *workers.routes, openapi_route()]
+
     def _make_nginx(self, file: Path, prompts: Prompts) -> NginxFront:
         self.decisions = Decisions(self.router, self.fleet, self.proxy)
         api = self._make_api(prompts, self.decisions)
@@ -100,6 +113,7 @@ class RouterService:
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
         api = self._make_api(prompts, self.proxy)
+        api.application.add_routes(self._control_routes(prompts))
         api.application.middlewares.insert(0, self._listener.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.
         return web.AppRunner(

@@ -5,18 +5,17 @@ In:  requests of OpenAI's API.   Out: the workers' answers, /health, /metrics.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-import aiohttp
 from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_response
 from kvplug.server.api.asked import Asked
 from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.api.prompts import Prompts
+from kvplug.server.api.reading import BodyReader
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.health import Health
 from kvplug.server.observability.metrics import Metrics
@@ -52,8 +51,7 @@ class Api:
     ) -> None:
         self._fleet, self._proxy = fleet, proxy
         self._asked = Asked(config, fleet, prompts)
-        self._client_timeout_s = config.client_timeout_s
-        self._max_body_bytes = config.max_body_bytes
+        self._reader = BodyReader(config)
         self._metrics, self._health = metrics, health
         self.application = web.Application(middlewares=[_errors_in_form])
         self.application.add_routes(
@@ -68,7 +66,7 @@ class Api:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """What a worker answers: tokenize, route, forward."""
-        raw = await self._read(request)
+        raw = await self._reader.read(request)
         forward = await self._asked.forward_of(raw, _ENDPOINTS[request.path], request.headers)
         return await self._proxy.forward(request, forward)
 
@@ -91,28 +89,6 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text."""
         return web.Response(body=self._metrics.render(), headers=self._metrics.headers)
-
-    async def _read(self, request: web.Request) -> bytes:
-        try:
-            async with asyncio.timeout(self._client_timeout_s):
-                return await _limited(request.content, self._max_body_bytes)
-        except TimeoutError as error:
-            message = f"the body did not arrive within {self._client_timeout_s:g} s"
-            raise ApiError(408, message, code="request_timeout") from error
-
-
-async def _limited(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
-    """A whole body. `Request.read` of aiohttp 3.14 takes all that has arrived before anybody else
-    gets a turn: beside bodies of 26 MB, others waited twice as long.
-    """
-    chunks, num_bytes = [], 0
-    async for chunk in content.iter_any():
-        chunks.append(chunk)
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            message = f"the body is too large: expected at most {max_bytes} bytes"
-            raise ApiError(413, message, code="body_too_large")
-    return b"".join(chunks)
 
 
 @web.middleware

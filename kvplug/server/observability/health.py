@@ -49,7 +49,7 @@ class Health:
         return {
             "name": worker.name,
             "url": worker.url,
-            "state": _state(worker),
+            "state": worker.state,
             "reason": worker.down_because,
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
@@ -72,13 +72,6 @@ class Health:
         follower = self._fleet.follower_of(rank)
         endpoint = self._fleet.events_endpoint_of(rank)
         return None if follower is None else _of_stream(follower, endpoint)
-
-
-def _state(worker: Worker) -> str:
-    """`unknown`: nobody has said yet where its API is."""
-    if worker.is_up:
-        return "up"
-    return "unknown" if worker.url is None else "down"
 
 
 def _cache(size: CacheSize) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -85,7 +86,7 @@ class Proxy:
     def __init__(
         self, config: ServerConfig, router: Router, audit: Audit, fleet: Fleet, upstream: Upstream
     ) -> None:
-        self.counts = {name: WorkerCounts() for name in fleet.workers}
+        self.counts = defaultdict(WorkerCounts, {name: WorkerCounts() for name in fleet.workers})
         self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
         self._client_timeout_s = config.client_timeout_s
         self._renewal_period_s = router.config.request_expiry_s / 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeGuard
 
 import aiohttp
@@ -23,6 +23,7 @@ from kvplug.events import Rank
 from kvplug.http_service import is_local_shortage
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import APPROXIMATE, UNUSED, TrustState
+from kvplug.kernels import costing
 from kvplug.protocol import WorkerHello
 from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
@@ -64,7 +65,8 @@ class Worker:
     adapter, where it was last loaded from, of former adapters, too; tokenizer: the digest that its
     hello said last; names_extra_keys: as its hello said last; root: where it loaded its tokenizer
     from, if /v1/models does not say it; num_times_up: how often it came up, as each time it may be
-    another engine; num_failed_looks: since it last answered one.
+    another engine; num_failed_looks: since it last answered one; taints: names that
+    requests may require or prefer; is_draining: it gets no new requests.
     """
 
     spec: WorkerSpec
@@ -79,6 +81,8 @@ class Worker:
     root: str = ""
     num_times_up: int = 0
     num_failed_looks: int = 0
+    taints: frozenset[str] = frozenset()
+    is_draining: bool = False
     url: str | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,13 @@ class Worker:
         return self.down_because is None
 
     @property
+    def state(self) -> str:
+        """`unknown`: nobody has said yet where its API is."""
+        if self.is_up:
+            return "draining" if self.is_draining else "up"
+        return "unknown" if self.url is None else "down"
+
+    @property
     def ranks(self) -> list[Rank]:
         """Its data-parallel ranks, in order."""
         return [Rank(self.name, number) for number in range(len(self.sources))]
@@ -115,7 +126,8 @@ class Fleet:
         self._config, self._router, self._session = config, router, session
         self._note_models()
         self._events = WorkerEvents(config, router, audit)
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._changing = asyncio.Lock()  # one worker comes or goes at a time
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""
@@ -130,15 +142,66 @@ class Fleet:
             self._set_sources(worker, sources_of(worker.spec, ()))
         await asyncio.gather(*(self._look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
-            task = asyncio.create_task(self._watch(worker), name=f"watch {worker.name}")
-            self._watching.append(task)
+            self._start_watching(worker)
 
     async def stop(self) -> None:
         """End what start began."""
-        for task in self._watching:
+        for task in self._watching.values():
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
         await asyncio.to_thread(self._events.stop)
+
+    async def add(self, spec: WorkerSpec, taints: frozenset[str]) -> Worker:
+        """Another worker, looked at once; ConfigError if it is there, or shares an endpoint."""
+        async with self._changing:
+            specs = [each.spec for each in self.workers.values()]
+            replace(self._config, workers=(*specs, spec))  # checks them beside each other
+            worker = Worker(spec)
+            await asyncio.to_thread(self._set_sources, worker, sources_of(spec, ()))
+            # Made anew, as others may be going through it.
+            self.workers = {**self.workers, spec.name: worker}
+            await self.set_taints(worker, taints)
+            await self._look_at(worker)
+            self._start_watching(worker)
+            logger.info("worker %s was added", spec.name)
+            return worker
+
+    async def remove(self, worker: Worker) -> None:
+        """Forget a worker; requests that it has are not interrupted."""
+        async with self._changing:
+            if self.workers.get(worker.name) is not worker:
+                return
+            task = self._watching.pop(worker.name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self.workers = {name: each for name, each in self.workers.items() if each is not worker}
+            self._note_models()
+            if self.uses_events:
+                await asyncio.to_thread(self._events.set_sources, worker.spec, ())
+            await asyncio.to_thread(self._router.remove_worker, worker.name)
+            logger.info("worker %s was removed", worker.name)
+
+    async def set_taints(self, worker: Worker, taints: frozenset[str]) -> None:
+        """Names that requests may require or prefer, instead of those it has."""
+        worker.taints = taints
+        await asyncio.to_thread(self._router.add_worker, worker.name, taints=taints)
+
+    def set_draining(self, worker: Worker, is_draining: bool) -> None:
+        """Whether the worker gets no new requests; those that it has go on."""
+        if worker.is_draining != is_draining:
+            logger.info("worker %s is %s", worker.name, "drained" if is_draining else "used again")
+        worker.is_draining = is_draining
+        self._note_models()
+
+    def num_in_flight(self, worker: Worker) -> int:
+        """Requests of this router on the worker."""
+        router, numbers = self._router, self._router.fleet_index.numbers
+        with router.locked():
+            return sum(
+                int(router.load.ranks[numbers.number_of(rank)][costing.NUM_RUNNING])
+                for rank in worker.ranks
+                if rank in numbers
+            )
 
     @property
     def uses_events(self) -> bool:
@@ -170,11 +233,12 @@ class Fleet:
 
     def url_of(self, name: str) -> str:
         """Where the API of a worker is that was up."""
-        return self.workers[name].url or ""
+        worker = self.workers.get(name)
+        return "" if worker is None else worker.url or ""
 
     def has_ranks(self, name: str) -> bool:
         """Whether requests to the worker must name a data-parallel rank."""
-        return len(self.workers[name].sources) > 1
+        return name in self.workers and len(self.workers[name].sources) > 1
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -209,7 +273,9 @@ class Fleet:
 
     def mark_down(self, name: str, reason: str) -> None:
         """A request could not reach the worker."""
-        worker = self.workers[name]
+        worker = self.workers.get(name)
+        if worker is None:  # it was removed meanwhile
+            return
         if worker.is_up:
             logger.warning("worker %s is down: %s", name, reason)
         self._take_down(worker, reason)
@@ -229,7 +295,8 @@ class Fleet:
         """A worker came up, went down, or serves something else."""
         up = {name: each.models for name, each in self.workers.items() if each.is_up}
         down = {name: each.models for name, each in self.workers.items() if not each.is_up}
-        self._table = ModelTable(up, down)
+        draining = {name for name, each in self.workers.items() if each.is_draining}
+        self._table = ModelTable(up, down, draining)
         digests = {name: each.tokenizer for name, each in self.workers.items() if each.tokenizer}
         said = {model: self._table.workers(model) & digests.keys() for model in self._table.known}
         self._tokenizers = {
@@ -240,6 +307,10 @@ class Fleet:
             for model in self._table.known
             if all(self.workers[name].names_extra_keys for name in self._table.workers(model))
         }
+
+    def _start_watching(self, worker: Worker) -> None:
+        task = asyncio.create_task(self._watch(worker), name=f"watch {worker.name}")
+        self._watching[worker.name] = task
 
     async def _watch(self, worker: Worker) -> None:
         while True:

@@ -9,7 +9,7 @@ from which workers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -46,14 +46,22 @@ class ModelTable:
     served, too. Where workers differ, the first one counts, those that are up before the others.
     """
 
-    def __init__(self, up: Mapping[str, Models], down: Mapping[str, Models]) -> None:
-        """By name, what the workers serve that are up, and what those served that are down."""
+    def __init__(
+        self,
+        up: Mapping[str, Models],
+        down: Mapping[str, Models],
+        draining: Collection[str] = (),
+    ) -> None:
+        """By name, what the workers serve that are up, and what those served that are down; names
+        of those that get no new requests.
+        """
         self.known: dict[str, Served] = {}
         for models in reversed([*up.values(), *down.values()]):
             self.known.update(models)
         names = sorted({name for models in up.values() for name in models})
         self.served = {name: self.known[name] for name in names}
-        self._workers = _workers_by_name(down) | _workers_by_name(up)
+        workers = _workers_by_name(down) | _workers_by_name(up)
+        self._workers = {name: those - frozenset(draining) for name, those in workers.items()}
 
     def workers(self, model: str) -> frozenset[str]:
         """Names of those that serve the model and are up; if none is, of those that did."""
