@@ -1,0 +1,156 @@
+"""One request's way through the router: what each step took, where it went, how it ended.
+
+In:  marks that its handlers set.   Out: histograms, a line of the log, a span, headers.
+
+Whoever works on a request finds its journey with `current()`, and sets a mark when a step is done;
+outside of a request the marks go nowhere. Nothing is done per chunk of an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextvars import ContextVar
+from enum import StrEnum
+from time import perf_counter
+from typing import Any, Final
+
+from kvplug.router.decider import Decision
+from kvplug.server.observability.histogram import SHARE, STEP_S, WAIT_S, Histogram
+from kvplug.server.observability.tracing import NO_SPAN, Span
+
+requests_logger = logging.getLogger("kvplug.requests")
+
+REQUEST_ID: Final = "X-Request-Id"
+CLIENT_LEFT: Final = 499
+"""The status of a request whose client left, as nginx has it."""
+_SANE_ID = re.compile(r"[!-~]{1,128}\Z")
+
+
+class Step(StrEnum):
+    """What a request passes, in order; the last two again for each worker that it is sent to."""
+
+    READ = "read"  # the body has arrived
+    PARSE = "parse"
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"  # it was admitted
+    DECIDE = "decide"  # hashed, matched, costed, counted as load
+    CONNECT = "connect"  # a connection to the worker, and the request on it
+    ANSWER = "answer"  # the head of the worker's answer is there
+
+
+class RequestTimes:
+    """The histograms of all requests, `num_by_status` of those that are over."""
+
+    def __init__(self) -> None:
+        self.steps = {step: Histogram(STEP_S) for step in Step}
+        self.first_token, self.whole = Histogram(WAIT_S), Histogram(WAIT_S)
+        self.token_gap, self.cached_share = Histogram(WAIT_S), Histogram(SHARE)
+        self.num_by_status: Counter[int] = Counter()
+
+
+class Journey:
+    """mark, note_*, end. `headers`: what the next hop is told besides the request."""
+
+    __slots__ = (
+        *("_began", "_first_token_s", "_last", "_span", "_times", "decision", "facts"),
+        *("is_handed_over", "request_id"),
+    )
+
+    def __init__(self, times: RequestTimes, request_id: str, span: Span = NO_SPAN) -> None:
+        self._times, self._span, self.request_id = times, span, request_id
+        self._began = self._last = perf_counter()
+        self._first_token_s = 0.0
+        self.decision: Decision | None = None
+        self.facts: dict[str, Any] = {}
+        self.is_handed_over = False
+
+    def mark(self, step: Step) -> None:
+        """The step is done; it began when the one before was."""
+        now = perf_counter()
+        self._times.steps[step].add(now - self._last)
+        self._last = now
+
+    def note_decision(self, decision: Decision, num_tokens: int) -> None:
+        """Where it goes, with how many tokens of a prompt; again if it is sent elsewhere."""
+        self.mark(Step.DECIDE)
+        self.decision = decision
+        self.facts["tries"] = self.facts.get("tries", 0) + 1
+        self.facts["prompt_tokens"] = num_tokens
+        if num_tokens:
+            self._times.cached_share.add(decision.cached_tokens / num_tokens)
+
+    def note_first_token(self) -> None:
+        """The first event of a stream is on its way to the client."""
+        now = perf_counter()
+        self._first_token_s = now
+        self._times.first_token.add(now - self._began)
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """How many a stream had, that is over now."""
+        self.facts["tokens"] = num_tokens
+        if self._first_token_s and num_tokens > 1:
+            gap_s = (perf_counter() - self._first_token_s) / (num_tokens - 1)
+            self._times.token_gap.add(gap_s)
+
+    def hand_over(self) -> None:
+        """Somebody else ends it, later."""
+        self.is_handed_over = True
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Its id; the trace, if there is one, else what the client sent of it stays as it is."""
+        return {REQUEST_ID: self.request_id, **self._span.headers()}
+
+    def explanation(self) -> dict[str, str]:
+        """Of the decision, as headers of the answer."""
+        if (decision := self.decision) is None:
+            return {}
+        return {
+            "x-kvplug-worker": str(decision.rank),
+            "x-kvplug-overlap": str(decision.cached_tokens),
+            "x-kvplug-cost": f"{decision.cost:.3f}",
+        }
+
+    def end(self, status: int) -> None:
+        """It is over."""
+        total_s = perf_counter() - self._began
+        self._times.whole.add(total_s)
+        self._times.num_by_status[status] += 1
+        facts = self._facts_of(status, total_s)
+        self._span.end(status, facts)
+        if requests_logger.isEnabledFor(logging.INFO):
+            requests_logger.info("request", extra={"facts": facts})
+
+    def _facts_of(self, status: int, total_s: float) -> dict[str, Any]:
+        facts = {"request_id": self.request_id, "status": status, **self.facts}
+        if (decision := self.decision) is not None:
+            facts["worker"], facts["cost"] = str(decision.rank), round(decision.cost, 3)
+            facts["cached_tokens"] = decision.cached_tokens
+        if self._first_token_s:
+            facts["first_token_ms"] = round(1e3 * (self._first_token_s - self._began), 3)
+        facts["total_ms"] = round(1e3 * total_s, 3)
+        return facts
+
+
+_NOWHERE: Final = Journey(RequestTimes(), "")
+_current: ContextVar[Journey] = ContextVar("journey")
+
+
+def current() -> Journey:
+    """Of the request that this task works on."""
+    return _current.get(_NOWHERE)
+
+
+def set_current(journey: Journey) -> None:
+    """From now on, in this task."""
+    _current.set(journey)
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's, if it is short and printable; else a new one."""
+    said = headers.get(REQUEST_ID, "")
+    return said if _SANE_ID.match(said) else os.urandom(16).hex()
