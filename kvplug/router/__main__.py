@@ -3,7 +3,6 @@
 """
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -43,6 +42,7 @@ def main(argv: list[str]) -> int:
         from kvplug.server.cli import parse
         from kvplug.server.compilation import compile_kernels
         from kvplug.server.diagnosis import doctor
+        from kvplug.server.observability import request_log
         from kvplug.server.service import serve
     except ModuleNotFoundError as error:
         sys.stderr.write(
@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
     if is_doctor:
         return doctor.main(argv[1:])
     config, log_level = parse(argv, environ=os.environ)
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    request_log.configure(config.log_format, log_level, logs_requests=config.log_requests)
     compile_kernels()  # before the first request and the first event, not during them
     gc.freeze()  # what is there now stays: to look through it again stops all streams for 80 ms
     try:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from kvplug.curve_keys import ClientKeys
@@ -25,6 +26,8 @@ _FORM = (
     f"{_WORKER}, like http://127.0.0.1:8100, tcp://127.0.0.1:5557 or "
     "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
+LogFormat = Literal["text", "json"]
+
 _LISTEN = re.compile(r"^(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}\Z")
 _PLAIN_PATH = re.compile(r"^[A-Za-z0-9/._+-]{1,80}\Z")
 _UNIX = "unix:"
@@ -312,6 +315,30 @@ class ServerConfig:
         "compared with the answer; 0 is off",
         limits=Limits("in [0, 1]", lambda value: 0 <= finite(value) <= 1),
         flag="--audit-sample",
+    )
+    log_format: LogFormat = setting(
+        "text", "`text`, or `json`: an object on each line", flag="--log-format"
+    )
+    log_requests: bool = setting(
+        False,
+        "log a line for each request when it is over ([what is in it](metrics.md#the-log))",
+        flag="--log-requests",
+    )
+    explain_headers: bool = setting(
+        False,
+        "tell clients of each decision, in headers of the answer: `x-kvplug-worker`, "
+        "`x-kvplug-overlap` (tokens of the prompt that the worker was expected to have cached), "
+        "`x-kvplug-cost`. Off by default: workers' names are internal addresses, and the overlap "
+        "says whether somebody sent that prefix before",
+        flag="--explain-headers",
+    )
+    otel_endpoint: str | None = setting(
+        None,
+        "where spans go by OTLP over HTTP, like `http://127.0.0.1:4318` ([traces]"
+        "(metrics.md#traces)); needs `kvplug[otel]`",
+        flag="--otel-endpoint URL",
+        default_text="as the variables `OTEL_EXPORTER_OTLP_ENDPOINT` and "
+        "`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` say, else none",
     )
     nginx_config: Path | None = setting(
         None,

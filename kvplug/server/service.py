@@ -8,7 +8,9 @@ workers, close the event sockets and the connections to the workers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +33,10 @@ from kvplug.server.control.workers import WorkerRoutes
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.nginx.decisions import Decisions
 from kvplug.server.nginx.front import NginxFront
+from kvplug.server.observability.following import Following
 from kvplug.server.observability.health import Health
 from kvplug.server.observability.metrics import Metrics
+from kvplug.server.observability.tracing import tracer_of
 from kvplug.server.proxy.forwarding import Proxy
 from kvplug.server.proxy.listening import Listener, max_connections, raise_descriptor_limit
 from kvplug.server.proxy.upstream import Upstream
@@ -55,6 +59,10 @@ class RouterService:
             upstream = await started.enter_async_context(Upstream(self.config))
             session = upstream.session
             self.fleet = Fleet(self.config, self.router, self.audit, session)
+            # OpenTelemetry reads its variables itself.
+            tracer = tracer_of(self.config.otel_endpoint, os.environ)
+            started.push_async_callback(asyncio.to_thread, tracer.stop)
+            self.following = Following(tracer, explains=self.config.explain_headers)
             self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
@@ -96,8 +104,11 @@ class RouterService:
     def _make_api(self, prompts: Prompts, forwards: Forwards) -> Api:
         listener = self._listener
         metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
+        metrics.add_times(self.following.times)
         health = Health(self.fleet, self.router, self.audit, self.diagnosis)
-        return Api(self.config, self.fleet, forwards, prompts, metrics, health)
+        api = Api(self.config, self.fleet, forwards, prompts, metrics, health)
+        self.following.follow(api.application)
+        return api
 
     def _control_routes(self, prompts: Prompts) -> list[web.RouteDef]:
         guard, reader = Guard(self.config), BodyReader(self.config)

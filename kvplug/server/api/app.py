@@ -18,6 +18,7 @@ from kvplug.server.api.prompts import Prompts
 from kvplug.server.api.reading import BodyReader
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.health import Health
+from kvplug.server.observability.journey import Step, current
 from kvplug.server.observability.metrics import Metrics
 from kvplug.server.proxy.forwarding import Forward
 from kvplug.server.workers.fleet import Fleet
@@ -67,6 +68,7 @@ class Api:
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """What a worker answers: tokenize, route, forward."""
         raw = await self._reader.read(request)
+        current().mark(Step.READ)
         forward = await self._asked.forward_of(raw, _ENDPOINTS[request.path], request.headers)
         return await self._proxy.forward(request, forward)
 

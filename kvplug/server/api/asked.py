@@ -25,6 +25,7 @@ from kvplug.server.api.endpoints import Endpoint
 from kvplug.server.api.prompts import Prompts, Reason
 from kvplug.server.api.sessions import session_of
 from kvplug.server.config import ServerConfig
+from kvplug.server.observability.journey import Step, current
 from kvplug.server.proxy.forwarding import Forward
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.model_cards import Served
@@ -49,10 +50,13 @@ class Asked:
         """
         body = await read_body(raw)
         model, served = self.model_of(body)
+        current().mark(Step.PARSE)
+        tokens = await self.tokens_of(body, (model, served), endpoint, len(raw))
+        current().mark(Step.TOKENIZE)
         return Forward(
             model=model,
             body=raw,
-            tokens=await self.tokens_of(body, (model, served), endpoint, len(raw)),
+            tokens=tokens,
             namespace=namespace_of(body, served.lora_name),
             max_tokens=max_tokens_of(body, endpoint.kind) if endpoint.generates else 0,
             streams=body.get("stream") is True,

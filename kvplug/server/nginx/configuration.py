@@ -20,10 +20,12 @@ from typing import Final
 
 from kvplug.api_errors import ApiError, error_body
 from kvplug.http_service import RANK_HEADER
+from kvplug.server.observability.journey import REQUEST_ID as JOURNEY_ID
 
 WORKER_URL: Final = "X-Kvplug-Url"
 WORKER_HOST: Final = "X-Kvplug-Host"
 WORKER_RANK: Final = "X-Kvplug-Rank"
+TRACE: Final = "X-Kvplug-Trace"
 """In the router's answers: where the request goes. Clients never see them."""
 REQUEST_ID: Final = "X-Kvplug-Request"
 CONNECTED: Final = "X-Kvplug-Connected"
@@ -100,6 +102,12 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
     keepalive 64;
     keepalive_timeout {_time(kept_s)};
   }}
+  # A client's own, if it is sane.
+  map $http_x_request_id $kvplug_request_id {{
+    "~^[!-~]{{1,128}}$" $http_x_request_id;
+    default $request_id;
+  }}
+  proxy_hide_header {JOURNEY_ID};
   proxy_http_version 1.1;
   proxy_next_upstream off;
   proxy_buffering off;
@@ -116,6 +124,7 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
     # TLS, further ports, limits: directives of a server block, one file or more.
     include {self.folder}/nginx.d/*.conf;
     set $kvplug_url "";
+    add_header {JOURNEY_ID} $kvplug_request_id always;
     location / {{
       return 404 '{_error(ApiError(404, "no such route", code="no_such_route"))}';
     }}
@@ -131,7 +140,11 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
       set $kvplug_url $upstream_http_{_variable(WORKER_URL)};
       set $kvplug_host $upstream_http_{_variable(WORKER_HOST)};
       set $kvplug_rank $upstream_http_{_variable(WORKER_RANK)};
+      set $kvplug_trace $upstream_http_{_variable(TRACE)};
+{self._explained}
       proxy_pass $kvplug_url$request_uri;
+      proxy_set_header {JOURNEY_ID} $kvplug_request_id;
+      proxy_set_header traceparent $kvplug_trace;
       proxy_set_header Host $kvplug_host;
       proxy_set_header {RANK_HEADER} $kvplug_rank;
       proxy_set_header {REQUEST_ID} "";
@@ -159,6 +172,15 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
 """
 
     @property
+    def _explained(self) -> str:
+        """Empty headers are not added; nor are those of the server, where a location has some."""
+        lines = [f"      add_header {JOURNEY_ID} $kvplug_request_id always;"]
+        for name in ("worker", "overlap", "cost"):
+            lines.append(f"      set $kvplug_said_{name} $upstream_http_x_kvplug_{name};")
+            lines.append(f"      add_header x-kvplug-{name} $kvplug_said_{name} always;")
+        return "\n".join(lines)
+
+    @property
     def _too_large(self) -> ApiError:
         message = f"the body is too large: expected at most {self.max_body_bytes} bytes"
         return ApiError(413, message, code="body_too_large")
@@ -169,6 +191,7 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
       proxy_set_header Host $http_host;
       proxy_set_header Connection "";
       proxy_set_header {REQUEST_ID} $request_id;
+      proxy_set_header {JOURNEY_ID} $kvplug_request_id;
       proxy_set_header {STATUS} {status};
       proxy_set_header {CONNECTED} {connected};
       proxy_read_timeout {_time(self.request_timeout_s)};

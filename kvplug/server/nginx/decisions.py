@@ -30,11 +30,13 @@ from kvplug.server.nginx.configuration import (
     CONNECTED,
     REQUEST_ID,
     STATUS,
+    TRACE,
     WORKER_HOST,
     WORKER_RANK,
     WORKER_URL,
 )
 from kvplug.server.nginx.ends import End
+from kvplug.server.observability.journey import Journey, current
 from kvplug.server.proxy.connection import LostError
 from kvplug.server.proxy.forwarding import Forward, Proxy
 from kvplug.server.workers.fleet import Fleet
@@ -53,6 +55,7 @@ class _Placed:
 
     booked_s: float
     decision: Decision | None = None
+    journey: Journey | None = None
     tried: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
 
@@ -87,14 +90,21 @@ class Decisions:
         except BaseException:
             self._finish(self._placed.pop(request_id, None))
             raise
-        return web.Response(headers=headers)
+        placed.journey = current()
+        placed.journey.hand_over()
+        return web.Response(headers=headers | _trace_of(request.headers, placed.journey))
 
     def note_end(self, end: End) -> None:
         """A request is over, for whatever reason."""
         placed = self._placed.pop(end.id, None)
         if placed is None:
             self._note_unknown(end.id)
+            return
         self._finish(placed)
+        if placed.journey is not None:
+            placed.journey.client_left = end.client_left
+            placed.journey.facts["bytes"] = end.bytes
+            placed.journey.end(end.status, end.total)
 
     def _keep(self, request_id: str, placed: _Placed) -> None:
         if request_id in self._ended:  # its client left while it was tokenized
@@ -172,6 +182,12 @@ def _id_of(headers: Mapping[str, str]) -> str:
         message = f"expected the header {REQUEST_ID}, which nginx sets: this socket is for nginx"
         raise ApiError(400, message, code="not_nginx")
     return request_id
+
+
+def _trace_of(headers: Mapping[str, str], journey: Journey) -> dict[str, str]:
+    """For nginx, which passes it on: the router's span, or the client's."""
+    traceparent = journey.headers.get("traceparent", headers.get("traceparent"))
+    return {} if traceparent is None else {TRACE: traceparent}
 
 
 def _last(values: str) -> str:

@@ -58,10 +58,9 @@ def read(datagram: bytes) -> End | None:
 
 
 class Ends:
-    """start, stop; each End goes to `note`. `num_unreadable` counts other datagrams."""
+    """start, stop; each End goes to `note`, other datagrams nowhere."""
 
     def __init__(self, note: Callable[[End], None]) -> None:
-        self.num_unreadable = 0
         self._note = note
 
     def start(self, port: int) -> None:
@@ -88,7 +87,5 @@ class Ends:
                 datagram = self._socket.recv(_MAX_BYTES)
             except BlockingIOError:
                 return
-            if (end := read(datagram)) is None:
-                self.num_unreadable += 1
-            else:
+            if (end := read(datagram)) is not None:
                 self._note(end)

@@ -5,14 +5,11 @@ In:  HTTP requests.   Out: a journey of each, begun and ended; headers on its an
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from kvplug.server.observability.journey import (
     CLIENT_LEFT,
-    REQUEST_ID,
     Journey,
     RequestTimes,
     request_id_of,
@@ -20,7 +17,7 @@ from kvplug.server.observability.journey import (
 )
 from kvplug.server.observability.tracing import Tracer
 
-_KEY = "kvplug.journey"
+_KEY = web.RequestKey("journey", Journey)
 
 
 class Following:
@@ -37,35 +34,34 @@ class Following:
 
     def begin(self, request: web.Request) -> Journey:
         """It is the current one of this task now."""
-        span = self._tracer.begin(f"{request.method} {request.path}", request.headers)
-        journey = Journey(self.times, request_id_of(request.headers), span)
-        journey.facts |= {"method": request.method, "path": request.path}
+        resource = request.match_info.route.resource
+        path = "(no route)" if resource is None else resource.canonical
+        span = self._tracer.begin(f"{request.method} {path}", request.headers)
+        request_id = request_id_of(request.headers)
+        journey = Journey(self.times, request_id, span, explains=self._explains)
+        journey.facts |= {"method": request.method, "path": path}
         request[_KEY] = journey
         set_current(journey)
         return journey
 
-    @web.middleware
-    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method != "POST":
-            return await handler(request)
-        journey, status = self.begin(request), CLIENT_LEFT
-        try:
-            response = await handler(request)
-            status = response.status
-        except asyncio.CancelledError:
-            raise
-        except ConnectionResetError:
-            raise
-        else:
-            return response
-        finally:
-            if not journey.is_handed_over:
-                journey.end(status)
+    @property
+    def _middleware(self) -> Middleware:
+        @web.middleware
+        async def follow(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.method != "POST":
+                return await handler(request)
+            journey, status = self.begin(request), CLIENT_LEFT
+            try:
+                response = await handler(request)
+                status = response.status
+                return response
+            finally:
+                if not journey.is_handed_over:
+                    journey.end(status)
+
+        return follow
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        journey: Journey | None = request.get(_KEY)
-        if journey is None:
-            return
-        response.headers[REQUEST_ID] = journey.request_id
-        if self._explains:
-            response.headers.update(journey.explanation())
+        journey = request.get(_KEY)
+        if journey is not None:
+            response.headers.update(journey.answer_headers)

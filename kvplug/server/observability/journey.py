@@ -36,7 +36,6 @@ class Step(StrEnum):
     READ = "read"  # the body has arrived
     PARSE = "parse"
     TOKENIZE = "tokenize"
-    QUEUE = "queue"  # it was admitted
     DECIDE = "decide"  # hashed, matched, costed, counted as load
     CONNECT = "connect"  # a connection to the worker, and the request on it
     ANSWER = "answer"  # the head of the worker's answer is there
@@ -56,12 +55,20 @@ class Journey:
     """mark, note_*, end. `headers`: what the next hop is told besides the request."""
 
     __slots__ = (
-        *("_began", "_first_token_s", "_last", "_span", "_times", "decision", "facts"),
-        *("is_handed_over", "request_id"),
+        *("_began", "_explains", "_first_token_s", "_last", "_span", "_times", "client_left"),
+        *("decision", "facts", "is_handed_over", "request_id"),
     )
 
-    def __init__(self, times: RequestTimes, request_id: str, span: Span = NO_SPAN) -> None:
+    def __init__(
+        self,
+        times: RequestTimes,
+        request_id: str,
+        span: Span = NO_SPAN,
+        *,
+        explains: bool = False,
+    ) -> None:
         self._times, self._span, self.request_id = times, span, request_id
+        self._explains, self.client_left = explains, False
         self._began = self._last = perf_counter()
         self._first_token_s = 0.0
         self.decision: Decision | None = None
@@ -74,10 +81,10 @@ class Journey:
         self._times.steps[step].add(now - self._last)
         self._last = now
 
-    def note_decision(self, decision: Decision, num_tokens: int) -> None:
+    def note_decision(self, decision: Decision, model: str, num_tokens: int) -> None:
         """Where it goes, with how many tokens of a prompt; again if it is sent elsewhere."""
         self.mark(Step.DECIDE)
-        self.decision = decision
+        self.decision, self.facts["model"] = decision, model
         self.facts["tries"] = self.facts.get("tries", 0) + 1
         self.facts["prompt_tokens"] = num_tokens
         if num_tokens:
@@ -103,27 +110,33 @@ class Journey:
     @property
     def headers(self) -> dict[str, str]:
         """Its id; the trace, if there is one, else what the client sent of it stays as it is."""
-        return {REQUEST_ID: self.request_id, **self._span.headers()}
+        headers = {REQUEST_ID: self.request_id} if self.request_id else {}
+        return headers | self._span.headers()
 
-    def explanation(self) -> dict[str, str]:
-        """Of the decision, as headers of the answer."""
-        if (decision := self.decision) is None:
-            return {}
-        return {
+    @property
+    def answer_headers(self) -> dict[str, str]:
+        """What the client is told besides the answer: its id and, if it may know, the decision."""
+        headers = {REQUEST_ID: self.request_id} if self.request_id else {}
+        if not self._explains or (decision := self.decision) is None:
+            return headers
+        return headers | {
             "x-kvplug-worker": str(decision.rank),
             "x-kvplug-overlap": str(decision.cached_tokens),
             "x-kvplug-cost": f"{decision.cost:.3f}",
         }
 
-    def end(self, status: int) -> None:
-        """It is over."""
-        total_s = perf_counter() - self._began
+    def end(self, status: int, total_s: float | None = None) -> None:
+        """It is over; `total_s` if somebody knows better how long it took."""
+        status = CLIENT_LEFT if self.client_left else status
+        total_s = perf_counter() - self._began if total_s is None else total_s
         self._times.whole.add(total_s)
         self._times.num_by_status[status] += 1
-        facts = self._facts_of(status, total_s)
-        self._span.end(status, facts)
-        if requests_logger.isEnabledFor(logging.INFO):
-            requests_logger.info("request", extra={"facts": facts})
+        is_logged = requests_logger.isEnabledFor(logging.INFO)
+        if is_logged or self._span is not NO_SPAN:
+            facts = self._facts_of(status, total_s)
+            self._span.end(status, facts)
+            if is_logged:
+                requests_logger.info("request", extra={"facts": facts})
 
     def _facts_of(self, status: int, total_s: float) -> dict[str, Any]:
         facts = {"request_id": self.request_id, "status": status, **self.facts}

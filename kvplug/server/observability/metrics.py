@@ -19,6 +19,8 @@ from kvplug.ingest.trust import Trust
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.observability.audit_metrics import families_of
+from kvplug.server.observability.journey import RequestTimes
+from kvplug.server.observability.request_metrics import load_of, times_of
 from kvplug.server.proxy.forwarding import Proxy, WorkerCounts
 from kvplug.server.proxy.listening import Listener
 from kvplug.server.workers.fleet import Fleet
@@ -66,6 +68,10 @@ class Metrics:
         self._registry.register(_Findings(diagnosis))
         self._registry.register(_Connections(listener))
 
+    def add_times(self, times: RequestTimes) -> None:
+        """Of requests; once."""
+        self._registry.register(_Times(times))
+
     def render(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
@@ -98,6 +104,14 @@ class _Connections(Collector):
         yield CounterMetricFamily("kvplug_connections_refused", text, refused)
 
 
+class _Times(Collector):
+    def __init__(self, times: RequestTimes) -> None:
+        self._times = times
+
+    def collect(self) -> Iterator[Metric]:
+        yield from times_of(self._times)
+
+
 class _Readings(Collector):
     def __init__(self, audit: Audit, fleet: Fleet, proxy: Proxy, prompts: Prompts) -> None:
         self._audit, self._router = audit, audit.router
@@ -113,6 +127,7 @@ class _Readings(Collector):
             yield family
         yield from self._of_events()
         yield from families_of(self._audit.ledgers())
+        yield from load_of(self._router, self._ranks())
 
     def _of_index(self) -> Iterator[Metric]:
         groups, load = self._router.fleet_index.groups, self._router.load

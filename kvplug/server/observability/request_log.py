@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from kvplug.server.config import LogFormat
 from kvplug.server.observability.journey import requests_logger
-
-LogFormat = Literal["text", "json"]
 
 
 def configure(log_format: LogFormat, level: str, *, logs_requests: bool) -> None:
@@ -32,7 +31,7 @@ class TextLines(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, without a traceback."""
         facts = " ".join(f"{name}={value}" for name, value in _facts_of(record).items())
         line = super().formatMessage(record)

@@ -66,6 +66,4 @@ def load_of(router: Router, ranks: Iterable[Rank]) -> Iterator[Metric]:
 
 
 def _family(name: str, text: str, histogram: Histogram) -> Metric:
-    return HistogramMetricFamily(
-        name, text, buckets=histogram.buckets, sum_value=histogram.total
-    )
+    return HistogramMetricFamily(name, text, buckets=histogram.buckets, sum_value=histogram.total)

@@ -16,6 +16,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from kvplug.server.observability.journey import current
 from kvplug.server.proxy.upstream import lines_of
 
 _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
@@ -103,5 +104,8 @@ class ClientAnswer(web.StreamResponse):
             length += b"Connection: close\r\n"
         elif not self._is_1_1:
             length += b"Connection: keep-alive\r\n"
+        said = {name.lower(): value for name, value in current().answer_headers.items()}
+        ours = b"".join(f"{name}: {value}\r\n".encode() for name, value in said.items())
+        kept = lines_of(each for each in headers if each[0].lower().decode("latin-1") not in said)
         phrase = _PHRASES.get(status, b"")
-        return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, phrase, lines_of(headers), length)
+        return b"HTTP/1.1 %d %b\r\n%b%b%b\r\n" % (status, phrase, kept, ours, length)

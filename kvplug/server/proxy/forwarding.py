@@ -26,6 +26,7 @@ from kvplug.hashing import Tokens
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.config import ServerConfig
+from kvplug.server.observability.journey import Journey, current
 from kvplug.server.proxy.answers import is_event_stream
 from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import Connection, LostError
@@ -155,6 +156,7 @@ class Proxy:
         counts.num_requests += 1
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
+        current().note_decision(decision, forward.model, len(tokens))
         return decision
 
     async def _exchange(
@@ -180,8 +182,8 @@ class Proxy:
         return client
 
     async def _stream(self, answer: Connection, client: ClientAnswer, exchange: _Exchange) -> None:
-        decision = exchange.decision
-        relay = Relay(answer, client, lambda: self._router.first_token(decision.request_id))
+        decision, journey = exchange.decision, current()
+        relay = Relay(answer, client, lambda: self._note_first_token(decision, journey))
         await relay.begin()
         try:
             await relay.finish()
@@ -189,14 +191,20 @@ class Proxy:
             client.end(self._broken(decision.rank.worker, str(lost)))
             return
         except ConnectionResetError:
-            logger.debug("the client of request %s left", decision.request_id)
+            journey.client_left = True
             return
         except BaseException:
             client.abort()
             raise
         if answer.status in _OK:
             exchange.num_tokens = relay.stream.num_tokens
+            journey.note_tokens(exchange.num_tokens)
             self._audit.answered(decision.request_id, relay.stream.usage())
+
+    def _note_first_token(self, decision: Decision, journey: Journey) -> None:
+        """Not `current()`: who calls it is no task of the request's."""
+        self._router.first_token(decision.request_id)
+        journey.note_first_token()
 
     def _broken(self, name: str, reason: str) -> bytes:
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)

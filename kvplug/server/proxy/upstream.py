@@ -24,6 +24,7 @@ from aiohttp import web
 from kvplug.api_errors import ApiError
 from kvplug.http_service import RANK_HEADER, is_local_shortage
 from kvplug.server.config import ServerConfig, socket_of
+from kvplug.server.observability.journey import Step, current
 from kvplug.server.proxy.connection import Connection, Headers, LostError
 from kvplug.server.workers.asking import WorkerSession
 
@@ -106,6 +107,7 @@ class Upstream:
         is_reused = connection is not None
         try:
             connection = connection or await self._connected(address)
+            current().mark(Step.CONNECT)
             try:
                 await connection.ask(head, request.body)
             except LostError:
@@ -113,6 +115,7 @@ class Upstream:
                     raise
                 connection = await self._connected(address)
                 await connection.ask(head, request.body)
+            current().mark(Step.ANSWER)
             yield connection
         finally:
             if connection is not None:
@@ -187,6 +190,9 @@ def _head_of(request: Outgoing, address: _Address) -> bytes:
     if request.dp_rank is not None:
         head += b"%s: %d\r\n" % (_RANK, request.dp_rank)
         replaced |= {_RANK.lower()}
+    for name, value in current().headers.items():
+        head += f"{name}: {value}\r\n".encode()
+        replaced |= {name.lower().encode()}
     kept = passed_on(client.raw_headers)
     return head + lines_of(each for each in kept if each[0].lower() not in replaced) + b"\r\n"
 

@@ -263,3 +263,31 @@ async def test_without_the_router_nginx_says_so(tmp_path):
         await service.__aexit__(None, None, None)
         async with client.post("/v1/completions", json=COMPLETION) as response:
             assert await error_of(response) == (503, "router_down")
+
+
+async def test_ids_traces_and_explanations_pass_through_nginx(tmp_path):
+    engine, traceparent = Engine(), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with fronting(tmp_path, engine, explain_headers=True) as (service, client):
+        for request_id in ("mine", "not a sane one"):
+            sent = {"X-Request-Id": request_id, "traceparent": traceparent}
+            async with client.post("/v1/completions", json=COMPLETION, headers=sent) as response:
+                [said] = response.headers.getall("X-Request-Id")
+                assert response.headers["x-kvplug-worker"] in service.fleet.workers
+                assert {"x-kvplug-overlap", "x-kvplug-cost"} <= set(response.headers)
+            assert said == request_id if request_id == "mine" else len(said) == 32
+            assert engine.last_headers.getall("X-Request-Id") == [said]
+            assert engine.last_headers.getall("traceparent") == [traceparent]
+        await is_idle(service)
+        times = service.following.times
+        assert dict(times.num_by_status) == {200: 2}
+
+
+async def test_what_nginx_says_of_an_end_is_counted(tmp_path):
+    engine = Engine()
+    engine.behaviour = "slow"
+    async with fronting(tmp_path, engine) as (service, client):
+        async with client.post("/v1/completions", json=STREAM) as response:
+            await response.content.readline()
+            response.close()
+        await is_idle(service)
+        assert dict(service.following.times.num_by_status) == {499: 1}
