@@ -26,6 +26,7 @@ from aiohttp import web
 from kvplug.api_errors import ApiError
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
+from kvplug.server.config import socket_of
 from kvplug.server.nginx.configuration import (
     CONNECTED,
     REQUEST_ID,
@@ -147,17 +148,20 @@ class Decisions:
 
     async def _headers_to(self, decision: Decision) -> dict[str, str]:
         name = decision.rank.worker
-        url = urlsplit(self._fleet.url_of(name))
+        known = self._fleet.url_of(name)
+        url, path = urlsplit(known), socket_of(known)
+        if path is not None:
+            return self._headers_of(decision, f"http://unix:{path}:", "localhost")
         if url.scheme != "http":
             message = "the worker is not at an http:// address, and nginx knows no other"
             raise ApiError(503, message, code="no_worker")
         address = await self._address_of(url.hostname or "", url.port or 80)
-        headers = {
-            "X-Accel-Redirect": "@worker",
-            WORKER_URL: f"http://{address}{url.path.rstrip('/')}",
-            WORKER_HOST: url.netloc.rpartition("@")[2],
-        }
-        if self._fleet.has_ranks(name):
+        base = f"http://{address}{url.path.rstrip('/')}"
+        return self._headers_of(decision, base, url.netloc.rpartition("@")[2])
+
+    def _headers_of(self, decision: Decision, base: str, host: str) -> dict[str, str]:
+        headers = {"X-Accel-Redirect": "@worker", WORKER_URL: base, WORKER_HOST: host}
+        if self._fleet.has_ranks(decision.rank.worker):
             headers[WORKER_RANK] = str(decision.rank.dp_rank)
         return headers
 

@@ -291,3 +291,18 @@ async def test_what_nginx_says_of_an_end_is_counted(tmp_path):
             response.close()
         await is_idle(service)
         assert dict(service.following.times.num_by_status) == {499: 1}
+
+
+async def test_a_worker_behind_a_unix_socket_is_reached(tmp_path):
+    engine = Engine()
+    async with (
+        served(engine, socket=tmp_path / "engine.sock") as url,
+        fronted(tmp_path, [url]) as (service, client),
+    ):
+        async with client.post("/v1/completions?a=b", json=STREAM) as response:
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert (engine.last_path, engine.last_headers["Host"]) == (
+            "/v1/completions?a=b",
+            "localhost",
+        )
+        await is_idle(service)
