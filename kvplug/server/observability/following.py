@@ -8,6 +8,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.observability.journey import (
     CLIENT_LEFT,
     Journey,
@@ -17,11 +18,12 @@ from kvplug.server.observability.journey import (
 )
 from kvplug.server.observability.tracing import Tracer
 
+_PATHS = frozenset(each.path for each in ENDPOINTS)
 _KEY = web.RequestKey("journey", Journey)
 
 
 class Following:
-    """follow an application; `times` of all its requests with a body."""
+    """follow an application; `times` of all its requests to endpoints of the engines."""
 
     def __init__(self, tracer: Tracer, *, explains: bool) -> None:
         self.times = RequestTimes()
@@ -34,12 +36,10 @@ class Following:
 
     def begin(self, request: web.Request) -> Journey:
         """It is the current one of this task now."""
-        resource = request.match_info.route.resource
-        path = "(no route)" if resource is None else resource.canonical
-        span = self._tracer.begin(f"{request.method} {path}", request.headers)
+        span = self._tracer.begin(f"{request.method} {request.path}", request.headers)
         request_id = request_id_of(request.headers)
         journey = Journey(self.times, request_id, span, explains=self._explains)
-        journey.facts |= {"method": request.method, "path": path}
+        journey.facts |= {"method": request.method, "path": request.path}
         request[_KEY] = journey
         set_current(journey)
         return journey
@@ -48,7 +48,7 @@ class Following:
     def _middleware(self) -> Middleware:
         @web.middleware
         async def follow(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.method != "POST":
+            if request.method != "POST" or request.path not in _PATHS:
                 return await handler(request)
             journey, status = self.begin(request), CLIENT_LEFT
             try:
