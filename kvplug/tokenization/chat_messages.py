@@ -46,7 +46,7 @@ RESERVED_OPTIONS = frozenset([
 # fmt: on
 _UNSET = (None, "auto")
 # Claude Code's attribution line differs in every request; vLLM drops it for the prefix cache.
-_BILLING_HEADER = "x-anthropic-billing-header"
+BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def cannot(attempt: str, expected: str, got: object) -> TokenizerError:
@@ -175,7 +175,7 @@ def _parts(role: str, content: object) -> list[Json]:
 def _without_billing_header(parts: Iterable[Any]) -> Iterator[Any]:
     for part in parts:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
+        if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
             yield part
         elif rest := text.partition("\n")[2]:
             yield {**part, "text": rest}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import jinja2
@@ -26,9 +27,11 @@ from kvplug.tokenization.chat_messages import (
     options_of,
 )
 from kvplug.tokenization.content_format import ContentFormat, content_format
-from kvplug.tokenization.template_environment import ENVIRONMENT
+from kvplug.tokenization.template_environment import ENVIRONMENT, takes_inner_system
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+# Of Anthropic's API.
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 class ChatTemplates:
@@ -61,6 +64,33 @@ class ChatTemplates:
             raise cannot("render a chat", "only template variables", sorted(reserved))
         template = self._choose(with_tools=options["tools"] is not None)
         return template.render(body.get("messages"), {**special_tokens, **options})
+
+    @cached_property
+    def merges_system(self) -> bool:
+        """Whether vLLM moves system messages of a /v1/messages body to the front: where a template
+        refuses them elsewhere, or needs more than vLLM gives it to find that out.
+        """
+        try:
+            chosen = {self._choose(with_tools=either).source for either in (False, True)}
+            return not all(map(takes_inner_system, chosen))
+        except TokenizerError:
+            return True
+
+    @cached_property
+    def disabled_effort(self) -> str:
+        """What vLLM takes for the reasoning_effort of thinking that is off: "low" where "none"
+        fails or makes no difference.
+        """
+        off = self._probe("none")
+        is_ignored = off is None or off in map(self._probe, _EFFORTS)
+        return "low" if is_ignored else "none"
+
+    def _probe(self, effort: str) -> str | None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+        try:
+            return self.render(body, {})
+        except TokenizerError:
+            return None
 
     def _choose(self, *, with_tools: bool) -> ChatTemplate:
         if self._without_tools is not None and not with_tools:

@@ -18,9 +18,11 @@ from tokenizers import Encoding, Tokenizer
 from kvplug.errors import TokenizerError
 from kvplug.tokenization.chat_messages import cannot, flag
 from kvplug.tokenization.chat_template import ChatTemplates
+from kvplug.tokenization.messages_api import chat_of_messages
 from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
 from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions
 from kvplug.tokenization.prompt_kind import PromptKind
+from kvplug.tokenization.responses_api import chat_of_responses
 
 if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
     from kvplug.hashing import Tokens
@@ -118,12 +120,21 @@ class PromptTokenizer:
         None if more than `max_new` characters of it would have to be tokenized: the others are
         known from earlier prompts.
         """
-        if kind in (PromptKind.RESPONSES, PromptKind.MESSAGES):
-            raise TokenizerError(f"cannot render a body of the {kind} API yet")
-        if kind is PromptKind.CHAT:
-            return self._encode_within(*self._chat_text(body), max_new)
+        if kind is not PromptKind.COMPLETION:
+            chat = self.as_chat(body, kind)
+            return self._encode_within(*self._chat_text(chat), max_new)
         with_special = flag(body, "add_special_tokens", True)
         return self._encode_within(_texts(_prompt_of(body))[0], body, with_special, max_new)
+
+    def as_chat(self, body: Mapping[str, Any], kind: PromptKind) -> Mapping[str, Any]:
+        """The body of a chat that the engine makes of a conversation."""
+        if kind is PromptKind.RESPONSES:
+            return chat_of_responses(body)
+        if kind is PromptKind.MESSAGES:
+            templates = self._templates
+            merges, effort = templates.merges_system, templates.disabled_effort
+            return chat_of_messages(body, merges_system=merges, disabled_effort=effort)
+        return body
 
     def _chat_text(self, body: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], bool]:
         text = self._templates.render(body, self._special_tokens)

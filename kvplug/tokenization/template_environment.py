@@ -94,3 +94,21 @@ def _new_environment() -> _Sandbox:
 
 
 ENVIRONMENT: Final = _new_environment()
+
+
+def takes_inner_system(source: str) -> bool:
+    """Whether a template renders a system message inside a conversation, as vLLM 0.32 asks it: in
+    an environment without what transformers adds.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    roles = ("system", "user", "system", "user")
+    messages = [{"role": role, "content": "t"} for role in roles]
+    try:
+        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except jinja2.TemplateError:
+        return False
+    except Exception:  # noqa: BLE001 - a template is a program; here vLLM would not even start
+        return False
+    return True
