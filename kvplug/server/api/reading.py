@@ -6,12 +6,16 @@ In:  a request.   Out: its bytes, or ApiError.
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import aiohttp
 from aiohttp import web
 
 from kvplug.api_errors import ApiError
 from kvplug.server.config import ServerConfig
+from kvplug.setting import shown
+
+_ENCODINGS: Final = frozenset(("identity", "gzip", "deflate"))
 
 
 class BodyReader:
@@ -22,12 +26,24 @@ class BodyReader:
 
     async def read(self, request: web.Request) -> bytes:
         """All of it; ApiError if it is too large, or takes too long."""
+        _require_known_encoding(request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await _limited(request.content, self._max_bytes)
         except TimeoutError as error:
             message = f"the body did not arrive within {self._timeout_s:g} s"
             raise ApiError(408, message, code="request_timeout") from error
+        except web.RequestPayloadError as error:
+            message = f"the body cannot be read: {error.__cause__ or error}"
+            raise ApiError(400, message, code="invalid_body") from error
+
+
+def _require_known_encoding(request: web.Request) -> None:
+    """What aiohttp decompresses, piece by piece, so that the limit holds for what comes out."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() not in _ENCODINGS:
+        message = f"Content-Encoding {shown(encoding)}: expected {', '.join(sorted(_ENCODINGS))}"
+        raise ApiError(415, message, code="unsupported_encoding")
 
 
 async def _limited(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
