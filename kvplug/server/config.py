@@ -282,6 +282,21 @@ class ServerConfig:
         limits=ABOVE_0,
         flag="--connect-timeout-s",
     )
+    eject_after: int = setting(
+        5,
+        "failures in a row (no answer, a broken one, status 500, 502, 503 or 504) after which a "
+        "worker gets no requests for `--ejection-s`, unless all workers of the model fail; "
+        "0 is never",
+        limits=Limits("at least 0", lambda value: whole(value) >= 0),
+        flag="--eject-after",
+    )
+    ejection_s: float = setting(
+        5.0,
+        "how long a failing worker gets no requests. Then one tries; if it fails, too, the worker "
+        "stays out for twice as long, up to 16 times",
+        limits=ABOVE_0,
+        flag="--ejection-s",
+    )
     request_timeout_s: float = setting(
         600.0,
         "longest silence of a worker within a request; then 504",

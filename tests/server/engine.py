@@ -15,8 +15,8 @@ MODEL = "m"
 class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
-    ok, refuse, redirect; die before the answer, half of it (in the middle of an event); odd (a
-    header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
+    ok, refuse, fail, redirect; die before the answer, half of it (in the middle of an event); odd
+    (a header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
     /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
     routes, `card` what /v1/models says besides.
     """
@@ -68,8 +68,9 @@ class Engine:
             await self._wait_for_the_end()
         if json.loads(self.last_body).get("stream"):
             return await self._stream(request)
-        if self.behaviour == "refuse":
-            return web.json_response({"error": {"message": "too long"}}, status=400)
+        if self.behaviour in ("refuse", "fail"):
+            status = 400 if self.behaviour == "refuse" else 500
+            return web.json_response({"error": {"message": "too long"}}, status=status)
         answer = {"choices": [{"text": "hi"}]} | self._usage()
         return web.json_response(answer, headers={"x-engine": "1"})
 

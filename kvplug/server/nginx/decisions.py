@@ -101,6 +101,8 @@ class Decisions:
         if placed is None:
             self._note_unknown(end.id)
             return
+        if placed.decision is not None and end.done:
+            self._proxy.note_answer(placed.decision.rank.worker, end.status)
         self._finish(placed)
         if placed.journey is not None:
             placed.journey.client_left = end.client_left

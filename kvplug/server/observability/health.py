@@ -51,6 +51,7 @@ class Health:
             "url": worker.url,
             "state": worker.state,
             "reason": worker.down_because,
+            "ejected_for_s": self._fleet.ejections.left_s(worker.name),
             "models": sorted(worker.models),
             "block_size": self._fleet.block_size_of(worker),
             "ranks": [self._rank(rank, ledgers.get(rank)) for rank in worker.ranks],

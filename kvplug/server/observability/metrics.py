@@ -34,6 +34,7 @@ _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
     ),
     "kvplug_requests_lost": ("requests that the worker did not answer", lambda c: c.num_lost),
     "kvplug_requests_broken": ("answers that ended halfway", lambda c: c.num_broken),
+    "kvplug_worker_ejections": ("times that the worker was left out", lambda c: c.num_ejections),
 }
 _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {
     "kvplug_event_messages": ("event messages received", lambda f: f.num_messages),

@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _MAX_WORKERS_LOST: Final = 2
 _OK: Final = range(200, 300)
+_LOST_STATUS: Final = 502
+_SHORTAGE_STATUS: Final = 503  # of this machine, if the router says it of a request on its way
+# What an engine answers that cannot serve; 501 says that it never does.
+_FAULTS: Final = frozenset((500, 502, 503, 504))
 
 
 class Forward(NamedTuple):
@@ -79,6 +83,7 @@ class WorkerCounts:
     num_cached_tokens: int = 0  # as the router expected them
     num_lost: int = 0  # before an answer: sent elsewhere
     num_broken: int = 0  # in the middle of an answer
+    num_ejections: int = 0
 
 
 class Proxy:
@@ -112,6 +117,10 @@ class Proxy:
                 tried.add(name)
                 if error.was_reached:
                     lost.add(name)
+            except ApiError as error:
+                if error.status != _SHORTAGE_STATUS:
+                    self.note_answer(name, error.status)
+                raise
             finally:
                 self._finish(exchange)
         message = f"{' and '.join(sorted(lost))} went away before the answer began"
@@ -126,9 +135,21 @@ class Proxy:
         self._router.renew(exchange.decision.request_id)
         self._renew_in_time(exchange)
 
+    def note_answer(self, name: str, status: int) -> None:
+        """The worker answered a request, or failed to with this status."""
+        ejections = self._fleet.ejections
+        if status not in _FAULTS:
+            if ejections.note_success(name):
+                logger.info("worker %s answers again", name)
+        elif ejections.note_failure(name):
+            self.counts[name].num_ejections += 1
+            seconds = ejections.left_s(name)
+            logger.warning("worker %s fails, it gets no requests for %g s", name, seconds)
+
     def note_loss(self, name: str, error: LostError) -> None:
         """The worker did not answer a request; one that was not reached is down."""
         self.counts[name].num_lost += 1
+        self.note_answer(name, _LOST_STATUS)
         if error.was_reached:
             logger.warning("worker %s went away before it answered: %s", name, error)
         else:
@@ -154,6 +175,7 @@ class Proxy:
             self._audit.exclude(decision, reason)
         counts = self.counts[decision.rank.worker]
         counts.num_requests += 1
+        self._fleet.ejections.note_sent(decision.rank.worker)
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
         current().note_decision(decision, forward.model, len(tokens))
@@ -178,6 +200,7 @@ class Proxy:
                 self._audit.answered(decision.request_id, usage)
             headers = passed_on(answer.headers)
             status = answer.status
+            self.note_answer(name, status)
         await client.send(status, headers, body)
         return client
 
@@ -196,6 +219,7 @@ class Proxy:
         except BaseException:
             client.abort()
             raise
+        self.note_answer(decision.rank.worker, answer.status)
         if answer.status in _OK:
             exchange.num_tokens = relay.stream.num_tokens
             journey.note_tokens(exchange.num_tokens)
@@ -209,6 +233,7 @@ class Proxy:
     def _broken(self, name: str, reason: str) -> bytes:
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)
         self.counts[name].num_broken += 1
+        self.note_answer(name, _LOST_STATUS)
         message = "the worker went away in the middle of the answer"
         return error_event(ApiError(502, message, code="worker_lost"))
 

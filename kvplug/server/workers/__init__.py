@@ -5,5 +5,6 @@ asking         what the router asks workers on its own
 worker_url     where a worker's API is, if only its publisher says it
 rank_sources   where an engine publishes the events of each rank; hosts says who reaches that
 worker_events  a follower for each of them
+ejection       workers that fail again and again are left out for a while
 model_cards    what an engine says it serves
 """

@@ -29,6 +29,7 @@ from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers import rank_sources
 from kvplug.server.workers.asking import WorkerSession
+from kvplug.server.workers.ejection import Ejections
 from kvplug.server.workers.model_cards import (
     Cards,
     ModelTable,
@@ -124,6 +125,7 @@ class Fleet:
     ) -> None:
         self.workers = {spec.name: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
+        self.ejections = Ejections(config.eject_after, config.ejection_s)
         self._note_models()
         self._events = WorkerEvents(config, router, audit)
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -254,10 +256,10 @@ class Fleet:
         return self._table.known.get(model)
 
     def candidates(self, model: str) -> frozenset[str]:
-        """Names of the workers that serve the model: those that are up; if none is, those that did
-        when they were, as one may be back before it is looked at.
+        """Names of the workers that serve the model: those that are up and not ejected; if none
+        is, those that did when they were, as one may be back before it is looked at.
         """
-        return self._table.workers(model)
+        return self.ejections.usable(self._table.workers(model))
 
     def tokenizers_of(self, model: str) -> frozenset[str]:
         """The digests of the tokenizers that those workers have, as far as they say so."""
@@ -349,6 +351,7 @@ class Fleet:
     def _bring_up(self, worker: Worker, url: str) -> None:
         worker.url, worker.down_because = url, None
         worker.num_times_up += 1
+        self.ejections.note_success(worker.name)  # it may be another engine
         self._note_models()
         logger.info("worker %s is up, serving %s", _shown(worker), ", ".join(worker.models))
         self._warn_of_unfollowed(worker)
