@@ -1,6 +1,8 @@
 """The standalone router: a Router with events and HTTP around it.
 
-config         ServerConfig, WorkerSpec
+config         ServerConfig
+worker_spec    one engine, as --worker names it
+settings_file  settings as YAML
 cli            command line and environment -> ServerConfig
 compilation    of the kernels, before anything is served
 service        start, serve, stop

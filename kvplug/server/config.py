@@ -7,139 +7,23 @@ from __future__ import annotations
 
 import grp
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from kvplug.curve_keys import ClientKeys
-from kvplug.errors import ConfigError, TransportError
-from kvplug.events import MAX_BLOCK_SIZE, MAX_DP_SIZE
+from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
-from kvplug.setting import ABOVE_0, Limits, check_settings, finite, setting, whole
+from kvplug.server.worker_spec import EXAMPLES, FORM
+from kvplug.server.worker_spec import WorkerSpec as WorkerSpec
+from kvplug.setting import ABOVE_0, AT_LEAST_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
-from kvplug.transports import TRANSPORTS, require_one_transport
 
-_WORKER = "ADDRESS[,events=ENDPOINT][,replay=ENDPOINT][,topic=PREFIX][,block_size=N][,dp_size=N]"
-_FORM = (
-    f"{_WORKER}, like http://127.0.0.1:8100, tcp://127.0.0.1:5557 or "
-    "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
-)
 LogFormat = Literal["text", "json"]
 
 _LISTEN = re.compile(r"^(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}\Z")
 _PLAIN_PATH = re.compile(r"^[A-Za-z0-9/._+-]{1,80}\Z")
-_UNIX = "unix:"
-_MAX_SOCKET_PATH_BYTES = 107  # Linux: sockaddr_un
-_KEYS = ("events", "replay", "topic", "block_size", "dp_size")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """One engine: where its API is, or where it publishes its KV events, or both.
-
-    Without `events`, the engine is asked where it publishes; with a topic `kv@POD` or
-    `kv@POD@MODEL` it connects to the router's `events_bind`. Without `url`, its publisher says
-    where its API is. `replay` is where it sends events again. Endpoints are those of data-parallel
-    rank 0; the other ranks have the ports above. ConfigError with neither.
-
-    block_size: its tokens per block; None: the router's, else what its events say.
-    dp_size: its data-parallel ranks; None: what the engine says, else 1.
-    """
-
-    url: str | None = None
-    events: str | None = None
-    topic: str = ""
-    replay: str | None = None
-    block_size: int | None = None
-    dp_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ConfigError("a worker needs a url or an events endpoint")
-
-    @property
-    def name(self) -> str:
-        """What it is called, from the start: its URL, or else its event endpoint."""
-        return self.url or self.events or ""
-
-    @property
-    def text(self) -> str:
-        """In the form that `--worker` has."""
-        keys = _KEYS if self.url is not None else _KEYS[1:]  # events is its address then
-        parts = [(key, getattr(self, key)) for key in keys]
-        given = [f"{key}={value}" for key, value in parts if value not in (None, "")]
-        return ",".join([self.name, *given])
-
-    @classmethod
-    def parse(cls, text: str) -> WorkerSpec:
-        """From the form that `--worker` has; ConfigError."""
-        address, *settings = text.split(",")
-        is_endpoint = address.partition("://")[0] in TRANSPORTS
-        values: dict[str, str] = {"events": address} if is_endpoint else {}
-        if not is_endpoint:
-            _require_address(address, text)
-        for part in settings:
-            key, equals, value = part.partition("=")
-            if key not in _KEYS or not equals or key in values:
-                raise ConfigError(f"worker {text!r}: cannot read {part!r}; expected {_FORM}")
-            values[key] = value
-        for key in {"events", "replay"} & values.keys():
-            if "://" not in values[key]:
-                raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {_FORM}")
-        if "replay" in values and "events" not in values:
-            raise ConfigError(f"worker {text!r}: replay= without events=; expected {_FORM}")
-        if "replay" in values:
-            _require_one_transport(values["events"], values["replay"], text)
-        return cls(
-            url=None if is_endpoint else address.rstrip("/"),
-            events=values.get("events"),
-            topic=values.get("topic", ""),
-            replay=values.get("replay"),
-            block_size=_whole(values, "block_size", MAX_BLOCK_SIZE, text),
-            dp_size=_whole(values, "dp_size", MAX_DP_SIZE, text),
-        )
-
-
-def _whole(values: Mapping[str, str], key: str, largest: int, text: str) -> int | None:
-    value = values.get(key)
-    if value is None:
-        return None
-    if not (value.isdecimal() and 1 <= int(value) <= largest):
-        limits = f"a whole number in [1, {largest}]"
-        raise ConfigError(f"worker {text!r}: {key}={value!r}; expected {limits}")
-    return int(value)
-
-
-def _require_one_transport(events: str, replay: str, text: str) -> None:
-    try:
-        require_one_transport(events, replay)
-    except TransportError as error:
-        raise ConfigError(f"worker {text!r}: {error}") from error
-
-
-def socket_of(url: str) -> str | None:
-    """The path of the Unix socket that a worker's URL names; None for others."""
-    return url.removeprefix(_UNIX) if url.startswith(_UNIX) else None
-
-
-def _require_address(url: str, text: str) -> None:
-    if (path := socket_of(url)) is not None:
-        if not path.startswith("/") or len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
-            limit = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
-            raise ConfigError(f"worker {text!r}: behind unix: is not {limit}; expected {_FORM}")
-        return
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(
-            f"worker {text!r}: {url!r} is no http URL, no unix:/path and no event endpoint; "
-            f"expected {_FORM}"
-        )
+_COUNT_OR_NONE = Limits("above 0", lambda value: value is None or whole(value) > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +66,7 @@ class ServerConfig:
         "ports. `topic`: subscribe "
         "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
         "ranks, by default what the engine says",
-        flag=f"--worker {_WORKER}",
+        flag=f"--worker {FORM}",
         default_text="required",
         parse=WorkerSpec.parse,
     )
@@ -314,9 +198,38 @@ class ServerConfig:
         None,
         "client connections at a time; further ones get 503 and are closed. By default half of "
         "the descriptors that `ulimit -Hn` leaves beside the workers, as a stream takes two",
-        limits=Limits("above 0", lambda value: value is None or whole(value) > 0),
+        limits=_COUNT_OR_NONE,
         flag="--max-connections",
         default_text="by the descriptors",
+    )
+    max_in_flight: int | None = setting(
+        None,
+        "requests that are served at a time; further ones wait in a queue, in their order. Not "
+        "counted are requests for token counts and token ids, and what gateways and nginx forward",
+        limits=_COUNT_OR_NONE,
+        flag="--max-in-flight",
+        default_text="no limit",
+    )
+    queue_size: int | None = setting(
+        None,
+        "requests that may wait; beyond, they get 429 with `Retry-After`. By default as many as "
+        "`--max-in-flight`",
+        limits=Limits("at least 0", lambda value: value is None or whole(value) >= 0),
+        flag="--queue-size",
+        default_text="as --max-in-flight",
+    )
+    queue_timeout_s: float = setting(
+        60.0,
+        "longest wait in the queue; then 429",
+        limits=ABOVE_0,
+        flag="--queue-timeout-s",
+    )
+    engine_wait_timeout_s: float = setting(
+        0.0,
+        "how long a request waits for a worker of its model where none is up, as while engines "
+        "start; then 503",
+        limits=AT_LEAST_0,
+        flag="--engine-wait-timeout-secs",
     )
     grace_s: float = setting(
         10.0,
@@ -378,15 +291,24 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not self.workers:
-            raise ConfigError(f"no workers: name at least one with --worker {_FORM}")
+            raise ConfigError(f"no workers: name at least one with --worker {EXAMPLES}")
         for name in ("name", "events", "replay"):
             self._require_distinct(name)
         check_settings(self)
         self._require_folders()
         _ = self.worker_api_key, self.admin_api_key, self.event_keys  # check themselves
+        if self.queue_size is not None and self.max_in_flight is None:
+            raise ConfigError(
+                "queue_size: expected max_in_flight with it, without which none waits"
+            )
         self._require_topics()
         self._require_urls()
         self._require_nginx()
+
+    @property
+    def queue_limit(self) -> int:
+        """How many requests may wait."""
+        return (self.max_in_flight or 0) if self.queue_size is None else self.queue_size
 
     @property
     def tokenizer_folders(self) -> dict[str, Path]:

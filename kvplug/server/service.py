@@ -107,6 +107,8 @@ class RouterService:
         metrics.add_times(self.following.times)
         health = Health(self.fleet, self.router, self.audit, self.diagnosis)
         api = Api(self.config, self.fleet, forwards, prompts, metrics, health)
+        if forwards is self.proxy:
+            metrics.add_queue(api.admission)
         self.following.follow(api.application)
         return api
 
@@ -123,7 +125,7 @@ class RouterService:
         return NginxFront(self.config, file, self.decisions, api.application)
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
-        api = self._make_api(prompts, self.proxy)
+        self.api = api = self._make_api(prompts, self.proxy)
         api.application.add_routes(self._control_routes(prompts))
         api.application.middlewares.insert(0, self._listener.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.

@@ -1,6 +1,7 @@
 """The HTTP routes, and what a request's body says.
 
 app        the routes
+admission  which requests may begin, and which wait
 endpoints  the engines' endpoints that are forwarded
 asked      a body to all that a decision needs
 reading    the body of a request, within its limits

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Final, Protocol
 
 from aiohttp import web
 
 from kvplug.api_errors import ApiError, error_response
+from kvplug.server.api.admission import Admission
 from kvplug.server.api.asked import Asked
 from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.api.prompts import Prompts
@@ -39,7 +41,7 @@ class Forwards(Protocol):
 
 
 class Api:
-    """The handlers; `application` has them on their routes."""
+    """The handlers; `application` has them on their routes, `admission` says which wait."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Api:
     ) -> None:
         self._fleet, self._proxy = fleet, proxy
         self._asked = Asked(config, fleet, prompts)
-        self._reader = BodyReader(config)
+        self._reader, self.admission = BodyReader(config), Admission(config)
         self._metrics, self._health = metrics, health
         self.application = web.Application(middlewares=[_errors_in_form])
         self.application.add_routes(
@@ -67,10 +69,11 @@ class Api:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """What a worker answers: tokenize, route, forward."""
-        raw = await self._reader.read(request)
+        raw, endpoint = await self._reader.read(request), _ENDPOINTS[request.path]
         current().mark(Step.READ)
-        forward = await self._asked.forward_of(raw, _ENDPOINTS[request.path], request.headers)
-        return await self._proxy.forward(request, forward)
+        async with self.admission.turn() if endpoint.is_work else nullcontext():
+            forward = await self._asked.forward_of(raw, endpoint, request.headers)
+            return await self._proxy.forward(request, forward)
 
     async def models(self, request: web.Request) -> web.Response:
         """The models that can be asked for now, as their engines describe them."""

@@ -8,7 +8,9 @@ others.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 from kvplug.api_errors import ApiError
@@ -41,6 +43,7 @@ class Asked:
         self._fleet, self._prompts = fleet, prompts
         self._uses_sessions = config.router.mode == "rendezvous_hash"
         self._is_direct = config.router.mode == "direct"
+        self._engine_wait_s = config.engine_wait_timeout_s
 
     async def forward_of(
         self, raw: bytes, endpoint: Endpoint, headers: Mapping[str, str]
@@ -49,7 +52,7 @@ class Asked:
         that nobody serves.
         """
         body = await read_body(raw)
-        model, served = self.model_of(body)
+        model, served = await self._awaited_model_of(body)
         current().mark(Step.PARSE)
         tokens = await self.tokens_of(body, (model, served), endpoint, len(raw))
         current().mark(Step.TOKENIZE)
@@ -82,6 +85,21 @@ class Asked:
             names_extra_keys=self._fleet.names_extra_keys(model),
         )
 
+    async def _awaited_model_of(self, body: Body) -> tuple[str, Served]:
+        """model_of, as soon as a worker of the model is up, or was waited for long enough."""
+        try:
+            async with asyncio.timeout(self._engine_wait_s):
+                while self._fleet.may_grow:
+                    changed = self._fleet.changed
+                    with suppress(ApiError):
+                        model, served = self.model_of(body)
+                        if model in self._fleet.models:
+                            return model, served
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        return self.model_of(body)
+
     def model_of(self, body: Body) -> tuple[str, Served]:
         """The model that a body asks for, by the name that workers know it by; ApiError."""
         model, models = body.get("model"), self._fleet.models
@@ -90,6 +108,8 @@ class Asked:
         adapter = f"{model}:{lora_path_of(body)}"
         if adapter in models:
             model = adapter  # as SGLang names it
+        if model is None and not models:
+            raise ApiError(503, "no worker can be reached now", code="no_worker")
         if not isinstance(model, str):
             raise ApiError(400, "the body must name a model", code="model_required", param="model")
         if (served := self._fleet.served_as(model)) is not None:

@@ -26,7 +26,6 @@ from aiohttp import web
 from kvplug.api_errors import ApiError
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
-from kvplug.server.config import socket_of
 from kvplug.server.nginx.configuration import (
     CONNECTED,
     REQUEST_ID,
@@ -40,6 +39,7 @@ from kvplug.server.nginx.ends import End
 from kvplug.server.observability.journey import Journey, current
 from kvplug.server.proxy.connection import LostError
 from kvplug.server.proxy.forwarding import Forward, Proxy
+from kvplug.server.worker_spec import socket_of
 from kvplug.server.workers.fleet import Fleet
 
 _UNSEEN: Final = "answer_unseen"

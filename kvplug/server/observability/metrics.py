@@ -16,6 +16,7 @@ from kvplug.audit.audit import Audit
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
+from kvplug.server.api.admission import Admission
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.observability.audit_metrics import families_of
@@ -73,6 +74,10 @@ class Metrics:
         """Of requests; once."""
         self._registry.register(_Times(times))
 
+    def add_queue(self, admission: Admission) -> None:
+        """Of requests that wait for their turn."""
+        self._registry.register(_Queue(admission))
+
     def render(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
@@ -111,6 +116,20 @@ class _Times(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from times_of(self._times)
+
+
+class _Queue(Collector):
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        text = "requests that wait for a turn (--max-in-flight)"
+        yield GaugeMetricFamily("kvplug_queue_requests", text, self._admission.num_waiting)
+        text = "requests refused with 429, by reason"
+        family = CounterMetricFamily("kvplug_queue_refused", text, labels=["reason"])
+        for reason, count in self._admission.num_refused.items():
+            family.add_metric([reason], count)
+        yield family
 
 
 class _Readings(Collector):

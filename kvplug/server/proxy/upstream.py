@@ -23,9 +23,10 @@ from aiohttp import web
 
 from kvplug.api_errors import ApiError
 from kvplug.http_service import RANK_HEADER, is_local_shortage
-from kvplug.server.config import ServerConfig, socket_of
+from kvplug.server.config import ServerConfig
 from kvplug.server.observability.journey import Step, current
 from kvplug.server.proxy.connection import Connection, Headers, LostError
+from kvplug.server.worker_spec import socket_of
 from kvplug.server.workers.asking import WorkerSession
 
 _KEEPALIVE_S: Final = 2.0

@@ -13,7 +13,8 @@ from typing import Final, Self
 
 import aiohttp
 
-from kvplug.server.config import ServerConfig, socket_of
+from kvplug.server.config import ServerConfig
+from kvplug.server.worker_spec import socket_of
 
 _HOST: Final = "http://localhost"
 

@@ -126,6 +126,8 @@ class Fleet:
         self.workers = {spec.name: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
         self.ejections = Ejections(config.eject_after, config.ejection_s)
+        self.changed = asyncio.Event()
+        """Set when a worker comes, goes, or serves something else; then there is a new one."""
         self._note_models()
         self._events = WorkerEvents(config, router, audit)
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -243,6 +245,11 @@ class Fleet:
         return name in self.workers and len(self.workers[name].sources) > 1
 
     @property
+    def may_grow(self) -> bool:
+        """Whether a worker is not up, which may serve what is missing when it is."""
+        return not all(worker.is_up for worker in self.workers.values())
+
+    @property
     def models(self) -> Mapping[str, Served]:
         """What the workers that are up serve, by the name that is asked for, in order."""
         return self._table.served
@@ -299,6 +306,8 @@ class Fleet:
         down = {name: each.models for name, each in self.workers.items() if not each.is_up}
         draining = {name for name, each in self.workers.items() if each.is_draining}
         self._table = ModelTable(up, down, draining)
+        self.changed.set()
+        self.changed = asyncio.Event()
         digests = {name: each.tokenizer for name, each in self.workers.items() if each.tokenizer}
         said = {model: self._table.workers(model) & digests.keys() for model in self._table.known}
         self._tokenizers = {

@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvplug.events import MAX_DP_SIZE
-from kvplug.server.config import WorkerSpec, socket_of
+from kvplug.server.config import WorkerSpec
+from kvplug.server.worker_spec import socket_of
 from kvplug.server.workers.hosts import in_brackets, is_loopback, is_wildcard
 from kvplug.transports import TRANSPORTS
 
