@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import psutil
 import uvloop
 
 from tests.benchmarks.relay_bare import STACKS
@@ -31,12 +32,17 @@ _INTERVAL_S: Final = 0.02  # so 2,500 chunks per second
 _NUM_CLIENTS: Final = 8
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _RESULT: Final = Path("bench-results/relay.json")
-_PROXIES: Final = ("kvplug", *STACKS)
+_NGINX: Final = "nginx"  # with the router's decisions
+_PROXIES: Final = ("kvplug", _NGINX, *STACKS)
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    """Of a process and all that it has started."""
+    process, seconds = psutil.Process(pid), 0.0
+    for each in (process, *process.children(recursive=True)):
+        fields = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
+        seconds += (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return seconds
 
 
 def _command(proxy: str, ports: list[int]) -> list[str]:
@@ -44,7 +50,8 @@ def _command(proxy: str, ports: list[int]) -> list[str]:
         return ["-m", "tests.benchmarks.relay_bare", proxy, *map(str, ports)]
     workers = [flag for port in ports for flag in ("--worker", f"http://127.0.0.1:{port}")]
     flags = ["--port", "0", "--block-size", "16", "--health-interval-s", "60"]
-    return ["-m", "kvplug.router", *flags, *workers]
+    module = "tests.benchmarks.nginx_router" if proxy == _NGINX else "kvplug.router"
+    return ["-m", module, *flags, *workers]
 
 
 @asynccontextmanager
@@ -65,7 +72,7 @@ async def _running(proxy: str, ports: list[int]) -> AsyncIterator[tuple[int, int
         word = line.partition(b"listening on ")[2].removeprefix(b"port ").split(b",")[0]
         yield process.pid, int(word.rpartition(b":")[2])
     finally:
-        process.kill()
+        process.terminate()
         await process.wait()
 
 
