@@ -11,6 +11,12 @@ import time
 
 from tests.resilience.client_trouble import idle_connections, large_bodies, many_streams
 from tests.resilience.event_trouble import dead_replay, many_workers, swapped_replay
+from tests.resilience.load_trouble import (
+    cancelled_streams,
+    killed_worker,
+    restarted_router,
+    slow_others,
+)
 from tests.resilience.worker_trouble import keep_alive, poison
 
 SCENARIOS = (
@@ -22,6 +28,10 @@ SCENARIOS = (
     many_workers,
     swapped_replay,
     dead_replay,
+    cancelled_streams,
+    killed_worker,
+    slow_others,
+    restarted_router,
 )
 
 

@@ -16,12 +16,12 @@ NUM_PROMPTS = 10
 
 
 @contextlib.asynccontextmanager
-async def simulated_engine():
-    """Yields its addresses: url, events, replay."""
+async def simulated_engine(*more_flags):
+    """Yields its addresses: url, events, replay; and its process."""
     command = (sys.executable, "-m", "kvplug.sim.engine", "--served-model-name", "m")
     flags = ("--replay-endpoint", "tcp://127.0.0.1:0", "--prefill-tokens-per-s", "100000")
-    async with _process(*command, *flags) as process:
-        yield json.loads(await process.stdout.readline())
+    async with _process(*command, *flags, *more_flags) as process:
+        yield json.loads(await process.stdout.readline()) | {"process": process}
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +57,8 @@ async def _process(*command):
         yield process
     finally:
         if process.returncode is None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # a scenario has killed it
+                process.kill()
         await process.wait()
 
 

@@ -1,0 +1,29 @@
+"""The scenarios of many streams, in small; `make resilience` and `make soak-service` run them whole."""
+
+import pytest
+
+from tests.resilience import load_trouble
+from tests.resilience.soak_service import soak
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("scenario", "sizes"),
+    [
+        (load_trouble.cancelled_streams, {"num_streams": 400}),
+        (load_trouble.killed_worker, {"num_streams": 120}),
+        (load_trouble.slow_others, {"num_slow": 20, "seconds": 2.0}),
+        (load_trouble.restarted_router, {"num_restarts": 1}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+async def test_nobody_else_is_hurt(scenario, sizes):
+    seen, defects = await scenario(**sizes)
+    assert defects == [], seen
+
+
+def test_memory_is_flat():
+    seen = soak(20.0)
+    assert seen.defects == []
+    assert seen.num_requests > 500
