@@ -153,8 +153,13 @@ chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, o
 	$(BIN)/python -m tests.chaos --wire $(WIRE)
 
 .PHONY: resilience
-resilience: $(READY)  ## an ordinary day of a served router: idle clients, 1,300 streams, 26 MB bodies, 350 workers, wrong replays; 3 minutes
+resilience: $(READY)  ## an ordinary day of a served router: idle clients, thousands of streams, 26 MB bodies, 350 workers, wrong replays, a killed worker, slow clients, restarts; 4 minutes
 	$(BIN)/python -m tests.resilience
+
+.PHONY: soak-service
+soak-service: SECONDS = 600
+soak-service: $(READY)  ## SECONDS (600) of mixed requests through the served router: flat memory, no failed request
+	$(BIN)/python -m tests.resilience.soak_service --seconds $(SECONDS)
 
 .PHONY: sim-mooncake
 sim-mooncake: $(READY)  ## Mooncake traces under each policy, in virtual time; TRACES=folder SEEDS=N; bench-results/sim-mooncake.json

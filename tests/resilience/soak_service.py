@@ -20,12 +20,13 @@ from pathlib import Path
 from examples.launch.endpoint import Endpoint
 from examples.launch.engine_server import MODEL_NAME
 from tests.benchmarks.outcome_requests import Writer
-from tests.benchmarks.service_client import Closed, Open, post, send
+from tests.benchmarks.service_client import Open, post, send
 from tests.benchmarks.service_routers import CONTESTANTS, cheap_fleet, opened
 from tests.resilience.raw_streams import RawStream
 
 PERIOD_S = 5.0
-CLIENTS, NUM_PROMPTS, NUM_LEAVING = 16, 200, 20
+RATE, NUM_LEAVING = 150.0, 20
+NUM_PROMPTS = round(RATE * (PERIOD_S - 1.0))
 ALLOWED_GROWTH, ALLOWED_GROWTH_MB = 1.03, 8.0
 REFUSED = (b"{", b"[]", b'{"model": "nobody", "prompt": "a"}', b'{"prompt": 7, "model": 8}')
 [ROUTER] = [each for each in CONTESTANTS if each.name == "kvplug_kv"]
@@ -78,7 +79,7 @@ def soak(seconds):
 
 
 def _period(urls, number, seen):
-    answers = send(urls, _requests(number), Closed(CLIENTS, PERIOD_S - 1.0))
+    answers = send(urls, _requests(number), Open(RATE, number))
     seen.num_requests += len(answers)
     failures = [answer.failure for answer in answers if answer.failure]
     if failures:
@@ -92,12 +93,8 @@ def _period(urls, number, seen):
 def _requests(number):
     """New in each period."""
     writer = Writer(number)
-    asks = [
-        writer.completion(
-            writer.words(writer.random.randint(10, 600)), writer.random.choice((1, 20))
-        )
-        for _ in range(NUM_PROMPTS)
-    ]
+    lengths = [writer.random.randint(10, 600) for _ in range(NUM_PROMPTS)]
+    asks = [writer.completion(writer.words(n), writer.random.choice((1, 20))) for n in lengths]
     texts = [post(ask.body("text")) for ask in asks[::2]]
     whole = [json.loads(ask.body("ids")) | {"stream": False} for ask in asks[1::2]]
     for body in whole:

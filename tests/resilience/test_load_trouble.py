@@ -1,4 +1,4 @@
-"""The scenarios of many streams, in small; `make resilience` and `make soak-service` run them whole."""
+"""Many streams, in small; `make resilience` and `make soak-service` run them whole."""
 
 import pytest
 
