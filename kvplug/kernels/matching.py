@@ -176,6 +176,8 @@ def _fill_shared(hashes: U64, max_blocks: Index, bundle: U64, control: U64, answ
     reads_ = u64_of(bundle, READS)
     reads_[NUM_READS] += _1
     for _ in range(_MAX_TRIES):
+        if load_acquire(control, GENERATION) != reads_[SEEN]:
+            break
         version = _await_writer(control)
         if version & _1 != _0 or load_acquire(control, GENERATION) != reads_[SEEN]:
             break

@@ -56,6 +56,10 @@ def main(argv: list[str]) -> int:
     compile_kernels()  # before the first request and the first event, not during them
     gc.freeze()  # what is there now stays: to look through it again stops all streams for 80 ms
     try:
+        if config.processes > 1:
+            from kvplug.server.processes.supervisor import Supervisor
+
+            return Supervisor(config).run()
         uvloop.run(serve(config))
     except KvplugError as error:
         sys.stderr.write(f"kvplug.router: {error}\n")

@@ -237,6 +237,13 @@ class ServerConfig:
         limits=ABOVE_0,
         flag="--grace-s",
     )
+    processes: int = setting(
+        1,
+        "processes that serve requests on the same port, with one more that follows events: they "
+        "share one index and one load ([several processes](deploying.md#several-processes))",
+        limits=Limits("in [1, 64]", lambda value: 1 <= whole(value) <= 64),
+        flag="--processes",
+    )
     audit_sample: float = setting(
         1.0,
         "share of the requests that are [audited](audit.md): their predicted cached tokens are "
@@ -303,6 +310,7 @@ class ServerConfig:
             )
         self._require_topics()
         self._require_urls()
+        self._require_shareable()
         self._require_nginx()
 
     @property
@@ -396,6 +404,20 @@ class ServerConfig:
                     f"worker {worker.name!r} shares a socket with others: expected a topic like "
                     f"kv@POD or kv@POD@MODEL, got {worker.topic!r}"
                 )
+
+    def _require_shareable(self) -> None:
+        """What several processes cannot do as one is refused."""
+        if self.processes == 1:
+            return
+        attempt = f"processes: expected 1 with %s, got {self.processes}"
+        if self.router.mode != "kv" or not self.router.follows_events:
+            raise ConfigError(attempt % "a mode that goes by no events")
+        if self.nginx_config is not None:
+            raise ConfigError(attempt % "nginx_config, as nginx asks one process")
+        for worker in self.workers:
+            if worker.url is None:
+                reason = f"worker {worker.name!r}, whose URL only its events say; name its URL"
+                raise ConfigError(attempt % reason)
 
     def _require_urls(self) -> None:
         """Where events are not followed, nobody says a URL."""

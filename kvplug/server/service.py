@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import aiohttp
 from aiohttp import web
 
 from kvplug.audit.audit import Audit
@@ -49,16 +50,17 @@ logger = logging.getLogger(__name__)
 class RouterService:
     """An async context manager; inside, `url` is where it listens."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, router: Router | None = None) -> None:
+        """`router`: one that shares its index with others (kvplug/server/processes)."""
         self.config = config
-        self.router = Router(config.router)
+        self.router = Router(config.router) if router is None else router
         self.audit = Audit(self.router, sample=config.audit_sample)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
             upstream = await started.enter_async_context(Upstream(self.config))
             session = upstream.session
-            self.fleet = Fleet(self.config, self.router, self.audit, session)
+            self.fleet = self._make_fleet(session)
             # OpenTelemetry reads its variables itself.
             tracer = tracer_of(self.config.otel_endpoint, os.environ)
             started.push_async_callback(asyncio.to_thread, tracer.stop)
@@ -70,7 +72,7 @@ class RouterService:
             started.callback(prompts.close)
             self.diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
             started.push_async_callback(self.diagnosis.stop)
-            self.diagnosis.start()
+            self._start_diagnosis()
             config = self.config
             self._listener = Listener(
                 max_connections=config.max_connections or max_connections(len(config.workers)),
@@ -79,7 +81,7 @@ class RouterService:
             self._runner = self._make_runner(prompts)
             started.push_async_callback(self._runner.cleanup)
             await self._runner.setup()
-            await self._listener.start(self._runner, self.config.host, self.config.port)
+            await self._listen()
             started.callback(self._listener.stop)
             if self.config.nginx_config is not None:
                 nginx = self._make_nginx(self.config.nginx_config.absolute(), prompts)
@@ -100,6 +102,15 @@ class RouterService:
     def url(self) -> str:
         """Where it listens, with the port that was taken."""
         return url_of(*self._listener.address)
+
+    def _make_fleet(self, session: aiohttp.ClientSession) -> Fleet:
+        return Fleet(self.config, self.router, self.audit, session)
+
+    def _start_diagnosis(self) -> None:
+        self.diagnosis.start()
+
+    async def _listen(self) -> None:
+        await self._listener.start(self._runner, self.config.host, self.config.port)
 
     def _make_api(self, prompts: Prompts, forwards: Forwards) -> Api:
         listener = self._listener

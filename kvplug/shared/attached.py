@@ -71,6 +71,8 @@ class AttachedFleet(FleetIndex):
                 page = pages.decode(self._folder.read(layout.page_name(generation)))
                 attached = [self._attached(each) for each in page.indexes]
             except FileNotFoundError:
+                if generation == int(self._control[GENERATION]):
+                    return False  # the writer has died
                 continue
             self.reads[matching.SEEN] = generation
             self.attached = attached

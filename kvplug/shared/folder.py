@@ -42,7 +42,7 @@ class SharedFolder:
         memory left for it.
         """
         try:
-            with (self.path / name).open("w+b") as file:
+            with (self.path / name).open("x+b") as file:  # nobody maps another one of this name
                 _take(file.fileno(), 8 * num_words)
                 return _mapped(file.fileno(), writes=True)
         except OSError as error:

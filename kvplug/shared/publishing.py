@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from secrets import token_hex
 from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -80,7 +81,7 @@ class IndexPublisher:
         self._depth = 0
         self._published: dict[IndexGroup, _Published] = {}
         self._seen: object = None
-        self._num_files = 0
+        self._token, self._num_files = token_hex(4), 0
         self._has_failed = False
 
     def start(self) -> None:
@@ -165,7 +166,7 @@ class IndexPublisher:
         if not len(array):
             return "", array
         self._num_files += 1
-        name = f"array.{self.generation + 1}.{self._num_files}"
+        name = f"array.{self._token}.{self._num_files}"
         words = self._folder.create(name, len(array)).view(array.dtype)
         words[:] = array
         return name, words
@@ -185,14 +186,11 @@ class IndexPublisher:
             published.facts[at + CAPACITY] = load_row[costing.CAPACITY_BLOCKS]
             published.facts[at + CONFIDENCE] = self._fleet_index.confidence_of(rank)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether the writer before died in the middle of an event: its arrays are not whole."""
-        return bool(self._control[VERSION] % 2)
-
     def num_blocks_before(self) -> int:
-        """How many blocks the writer before has left; 0 if there was none."""
-        if not self.generation:
+        """How many blocks the writer before has left; 0 if there was none, or if it died in the
+        middle of an event.
+        """
+        if not self.generation or self._control[VERSION] % 2:
             return 0
         try:
             page = pages.decode(self._folder.read(layout.page_name(self.generation)))
@@ -200,6 +198,15 @@ class IndexPublisher:
         except FileNotFoundError:
             return 0
         return sum(int(table[-2]) for table in tables)
+
+
+def abandon(folder: SharedFolder) -> None:
+    """The writer has died. If it was in the middle of an event, nobody is to wait for its end:
+    there is a generation without a page.
+    """
+    control = folder.open(layout.CONTROL, writes=True)
+    if control[VERSION] % 2:
+        control[GENERATION] += np.uint64(1)
 
 
 class WritingRouter(Router):
@@ -224,8 +231,7 @@ class WritingRouter(Router):
         publisher = self.publisher
         if not publisher.is_live:
             num_blocks = sum(len(group.index) for group in self.fleet_index.groups)
-            has_enough = num_blocks >= _CAUGHT_UP * self._num_blocks_before
-            if has_enough or is_late or publisher.is_broken:
+            if is_late or num_blocks >= _CAUGHT_UP * self._num_blocks_before:
                 with self._lock.low_priority:
                     publisher.start()
                     self._put_all_facts()

@@ -68,6 +68,11 @@ class ReadingRouter(Router):
         return self._attached_fleet
 
     @property
+    def is_attached(self) -> bool:
+        """Whether a writer has published an index, and it is in use."""
+        return bool(self._attached_fleet.attached) and not self._attached_fleet.is_behind
+
+    @property
     def num_reads(self) -> int:
         """How often the index was asked."""
         return int(self._attached_fleet.reads[matching.NUM_READS])

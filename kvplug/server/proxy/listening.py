@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 from typing import Final, cast
 
 from aiohttp import web
@@ -24,6 +25,8 @@ _RESERVED_DESCRIPTORS: Final = 100
 _DESCRIPTORS_PER_WORKER: Final = 8
 _DESCRIPTORS_PER_STREAM: Final = 2
 _MIN_CONNECTIONS: Final = 16
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted."""
 # Of the reserved descriptors: refused connections that stay open until their client has read why.
 _MAX_LINGERING: Final = 16
 _LINGER_S: Final = 1.0
@@ -72,8 +75,12 @@ class Listener:
 
         self.middleware: Middleware = note_request
 
-    async def start(self, runner: web.AppRunner, host: str, port: int) -> None:
-        """Listen for the application. TransportError if the address cannot be had."""
+    async def start(
+        self, runner: web.AppRunner, host: str, port: int, bound: socket.socket | None = None
+    ) -> None:
+        """Listen for the application; on a socket that is bound already, if there is one.
+        TransportError if the address cannot be had.
+        """
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "runner.setup() first"
 
@@ -87,7 +94,10 @@ class Listener:
             return protocol
 
         with listening_on(host, port):
-            self._server = await loop.create_server(accept, host, port, backlog=1024)
+            if bound is None:
+                self._server = await loop.create_server(accept, host, port, backlog=BACKLOG)
+            else:
+                self._server = await loop.create_server(accept, sock=bound, backlog=BACKLOG)
 
     @property
     def address(self) -> tuple[str, int]:

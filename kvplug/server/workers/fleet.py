@@ -129,9 +129,13 @@ class Fleet:
         self.changed = asyncio.Event()
         """Set when a worker comes, goes, or serves something else; then there is a new one."""
         self._note_models()
-        self._events = WorkerEvents(config, router, audit)
+        self._audit = audit
+        self._events = self._make_events()
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._changing = asyncio.Lock()  # one worker comes or goes at a time
+
+    def _make_events(self) -> WorkerEvents:
+        return WorkerEvents(self._config, self._router, self._audit)
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""

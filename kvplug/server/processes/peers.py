@@ -1,0 +1,205 @@
+"""/metrics and /health of any process speak for all of them.
+
+In:  the Unix sockets of all processes.   Out: their metrics as one text, the writer's health.
+
+Each process answers on a socket of its own in the shared folder, as if it were alone. Counters are
+summed over the processes. A gauge says the same of the fleet in each, or is known to the writer
+alone, and the largest value counts; those in SUMMED are summed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from kvplug.http_service import stopped_by_signals
+from kvplug.shared.folder import SharedFolder
+from kvplug.shared.peers import Place
+from kvplug.shared.reading import ReadingRouter
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SUMMED: Final = frozenset({"kvplug_requests_in_flight"})
+_LIMIT_S: Final = 2.0
+_WRITER: Final = "writer"
+
+
+def stopped(alive_at: int) -> asyncio.Event:
+    """Set by a signal, or once the other end of the pipe is closed."""
+    stopping = stopped_by_signals()
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if not os.read(alive_at, 1):
+            loop.remove_reader(alive_at)
+            stopping.set()
+
+    loop.add_reader(alive_at, end)
+    return stopping
+
+
+def socket_of(folder: SharedFolder, name: str) -> Path:
+    """Where a process answers the others."""
+    return folder.path / f"{name}.sock"
+
+
+class PeerServer:
+    """start, stop: answers the other processes by the application of this one."""
+
+    def __init__(self, folder: SharedFolder, name: str, runner: web.AppRunner) -> None:
+        self._path, self._runner = socket_of(folder, name), runner
+
+    async def start(self) -> None:
+        """Take the place of a process that died."""
+        self._path.unlink(missing_ok=True)
+        server = self._runner.server
+        assert server is not None, "runner.setup() first"
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(server, str(self._path))
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        self._server.close()
+
+
+class Peers:
+    """`middleware` answers /metrics and /health of clients for all processes; `counts`: families of
+    metrics of this process besides.
+    """
+
+    def __init__(
+        self, folder: SharedFolder, place: Place, counts: Callable[[], Iterator[Metric]]
+    ) -> None:
+        self._folder, self._own = folder, f"reader{place.number}"
+        self._others = [f"reader{n}" for n in range(place.num_processes) if n != place.number]
+        self._registry = CollectorRegistry()
+        self._registry.register(_Counts(counts))
+
+        @web.middleware
+        async def speak_for_all(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.path not in ("/metrics", "/health") or request.method != "GET":
+                return await handler(request)
+            is_peer = request.transport is None or not isinstance(
+                request.transport.get_extra_info("sockname"), tuple
+            )
+            if request.path == "/health":
+                return await handler(request) if is_peer else await self._health(request, handler)
+            own = await handler(request)
+            assert isinstance(own, web.Response)
+            text = _text(own.body) + generate_latest(self._registry).decode()
+            if is_peer:
+                return web.Response(text=text)
+            return await self._metrics(text)
+
+        self.middleware = speak_for_all
+
+    async def _metrics(self, own: str) -> web.Response:
+        names = [_WRITER, *self._others]
+        answers = await asyncio.gather(*(self._ask(name, "/metrics") for name in names))
+        texts = [own, *(answer.decode() for answer in answers if answer is not None)]
+        up = GaugeMetricFamily("kvplug_process_up", "1 if it answers", labels=["process"])
+        up.add_metric([self._own], 1)
+        for name, answer in zip(names, answers, strict=True):
+            up.add_metric([name], answer is not None)
+        body = generate_latest(_Families([*merged(texts), up]))
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _health(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """As the writer says, which follows the events; without it as this process sees it."""
+        answers = await asyncio.gather(
+            *(self._ask(name, "/health") for name in (_WRITER, *self._others))
+        )
+        own = await handler(request)
+        assert isinstance(own, web.Response)
+        body = json.loads(_text(own.body) if answers[0] is None else answers[0])
+        alive = {_WRITER: answers[0] is not None, self._own: True}
+        alive |= {name: a is not None for name, a in zip(self._others, answers[1:], strict=True)}
+        body["processes"] = [
+            {"name": name, "state": "up" if is_up else "down"} for name, is_up in alive.items()
+        ]
+        return web.json_response(body, status=200 if body["status"] == "ok" else 503)
+
+    async def _ask(self, name: str, path: str) -> bytes | None:
+        """What a process answers; None if it does not in time."""
+        connector = aiohttp.UnixConnector(str(socket_of(self._folder, name)))
+        timeout = aiohttp.ClientTimeout(total=_LIMIT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.get(f"http://{name}{path}") as response,
+            ):
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+
+
+def counts_of(router: ReadingRouter) -> Iterator[Metric]:
+    """How the shared index was read."""
+    text = "queries of the shared index"
+    yield CounterMetricFamily("kvplug_shared_reads", text, router.num_reads)
+    text = "queries of the shared index without an answer in time: routed by load alone"
+    yield CounterMetricFamily("kvplug_shared_reads_given_up", text, router.num_given_up)
+    text = "how often news of other processes were written over before they were read"
+    yield CounterMetricFamily("kvplug_shared_news_missed", text, router.peers.num_missed)
+
+
+def merged(texts: list[str]) -> list[Metric]:
+    """The metrics of several processes as those of one."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[Any, ...], float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            families.setdefault(family.name, family)
+            known = values.setdefault(family.name, {})
+            is_sum = family.type != "gauge" or family.name in SUMMED
+            for sample in family.samples:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                before = known.get(key)
+                if before is None:
+                    known[key] = sample.value
+                else:
+                    known[key] = before + sample.value if is_sum else max(before, sample.value)
+    return [_with_values(family, values[name]) for name, family in families.items()]
+
+
+def _with_values(family: Metric, values: dict[tuple[Any, ...], float]) -> Metric:
+    joined = Metric(family.name, family.documentation, family.type)
+    for (name, labels), value in values.items():
+        joined.add_sample(name, dict(labels), value)
+    return joined
+
+
+class _Counts(Collector):
+    def __init__(self, counts: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = counts
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: a registry that finds no description would collect at once."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _text(body: object) -> str:
+    assert isinstance(body, bytes)
+    return body.decode()
