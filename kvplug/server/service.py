@@ -70,9 +70,9 @@ class RouterService:
             await self.fleet.start()
             prompts = _prompts(self.config)
             started.callback(prompts.close)
-            self.diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
+            self.diagnosis = self._make_diagnosis(prompts, session)
             started.push_async_callback(self.diagnosis.stop)
-            self._start_diagnosis()
+            self.diagnosis.start()
             config = self.config
             self._listener = Listener(
                 max_connections=config.max_connections or max_connections(len(config.workers)),
@@ -82,7 +82,7 @@ class RouterService:
             started.push_async_callback(self._runner.cleanup)
             await self._runner.setup()
             await self._listen()
-            started.callback(self._listener.stop)
+            started.callback(self._stop_listening)
             if self.config.nginx_config is not None:
                 nginx = self._make_nginx(self.config.nginx_config.absolute(), prompts)
                 await nginx.start(self._listener.address[1])
@@ -106,11 +106,14 @@ class RouterService:
     def _make_fleet(self, session: aiohttp.ClientSession) -> Fleet:
         return Fleet(self.config, self.router, self.audit, session)
 
-    def _start_diagnosis(self) -> None:
-        self.diagnosis.start()
+    def _make_diagnosis(self, prompts: Prompts, session: aiohttp.ClientSession) -> Diagnosis:
+        return Diagnosis(self.config, self.fleet, self.audit, prompts, session)
 
     async def _listen(self) -> None:
         await self._listener.start(self._runner, self.config.host, self.config.port)
+
+    def _stop_listening(self) -> None:
+        self._listener.stop()
 
     def _make_api(self, prompts: Prompts, forwards: Forwards) -> Api:
         listener = self._listener

@@ -174,6 +174,14 @@ class AttachedFleet(FleetIndex):
         is_own = any(member.group is group for group in self._own_groups())
         return is_own and all(rank in numbers for rank in member.ranks)
 
+    def _renumber(self) -> None:
+        """Before the first worker is added, no group has any; they keep their models."""
+        models = [group.model for group in self.groups]
+        super()._renumber()
+        for group, model in zip(self.groups, models, strict=False):
+            if not self._members:
+                group.model = model
+
     def _numbers_of(self, ranks: list[Rank | None]) -> list[int]:
         """A rank of the writer may have no number in this fleet yet."""
         known = [rank is not None and rank in self.numbers for rank in ranks]

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,7 +69,7 @@ class PeerServer:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(server, str(self._path))
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Answer no more."""
         self._server.close()
 
@@ -144,14 +145,18 @@ class Peers:
             return None
 
 
-def counts_of(router: ReadingRouter) -> Iterator[Metric]:
-    """How the shared index was read."""
-    text = "queries of the shared index"
-    yield CounterMetricFamily("kvplug_shared_reads", text, router.num_reads)
-    text = "queries of the shared index without an answer in time: routed by load alone"
-    yield CounterMetricFamily("kvplug_shared_reads_given_up", text, router.num_given_up)
-    text = "how often news of other processes were written over before they were read"
-    yield CounterMetricFamily("kvplug_shared_news_missed", text, router.peers.num_missed)
+def counts_of(router: ReadingRouter, name: str) -> Iterator[Metric]:
+    """How a process has read the shared index."""
+    missed = "how often news of other processes were written over before they were read"
+    given_up = "queries of the shared index without an answer in time: routed by load alone"
+    for metric, text, count in (
+        ("kvplug_shared_reads", "queries of the shared index", router.num_reads),
+        ("kvplug_shared_reads_given_up", given_up, router.num_given_up),
+        ("kvplug_shared_news_missed", missed, router.peers.num_missed),
+    ):
+        family = CounterMetricFamily(metric, text, labels=["process"])
+        family.add_metric([name], count)
+        yield family
 
 
 def merged(texts: list[str]) -> list[Metric]:
@@ -165,10 +170,10 @@ def merged(texts: list[str]) -> list[Metric]:
             is_sum = family.type != "gauge" or family.name in SUMMED
             for sample in family.samples:
                 key = sample.name, tuple(sorted(sample.labels.items()))
-                before = known.get(key)
-                if before is None:
+                before = known.get(key, nan)
+                if isnan(before):
                     known[key] = sample.value
-                else:
+                elif not isnan(sample.value):
                     known[key] = before + sample.value if is_sum else max(before, sample.value)
     return [_with_values(family, values[name]) for name, family in families.items()]
 

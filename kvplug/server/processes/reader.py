@@ -23,6 +23,8 @@ from aiohttp import web
 from kvplug.ingest.follower import Follower
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.diagnosis.board import Diagnosis
+from kvplug.server.diagnosis.finding import Finding
 from kvplug.server.processes.peers import Peers, PeerServer, counts_of, stopped
 from kvplug.server.proxy.listening import raise_descriptor_limit
 from kvplug.server.service import RouterService
@@ -69,6 +71,17 @@ class ReaderFleet(Fleet):
         pass
 
 
+class DiagnosisElsewhere(Diagnosis):
+    """The writer asks the engines, and hears their events."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def look(self) -> list[Finding]:
+        """Nothing."""
+        return []
+
+
 class ReaderService(RouterService):
     """A router on a socket that others accept from, too."""
 
@@ -83,22 +96,26 @@ class ReaderService(RouterService):
     def _make_fleet(self, session: aiohttp.ClientSession) -> Fleet:
         return ReaderFleet(self.config, self.router, self.audit, session)
 
-    def _start_diagnosis(self) -> None:
-        """The writer asks the engines."""
+    def _make_diagnosis(self, prompts: Prompts, session: aiohttp.ClientSession) -> Diagnosis:
+        return DiagnosisElsewhere(self.config, self.fleet, self.audit, prompts, session)
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:
         runner = super()._make_runner(prompts)
-        self.peers = Peers(self._folder, self._place, lambda: counts_of(self.reading))
+        name = f"reader{self._place.number}"
+        self.peers = Peers(self._folder, self._place, lambda: counts_of(self.reading, name))
         application = runner.app
         application.middlewares.insert(1, self.peers.middleware)
         return runner
 
     async def _listen(self) -> None:
-        peers = PeerServer(self._folder, f"reader{self._place.number}", self._runner)
-        await peers.start()
-        self.stop_peers = peers.stop
+        self._peer_server = PeerServer(self._folder, f"reader{self._place.number}", self._runner)
+        await self._peer_server.start()
         await self._first_page()
         await self._listener.start(self._runner, self.config.host, self.config.port, self._bound)
+
+    def _stop_listening(self) -> None:
+        super()._stop_listening()
+        self._peer_server.stop()
 
     async def _first_page(self) -> None:
         """Until there is an index: without one all requests would go by load."""
@@ -142,4 +159,3 @@ async def _serve(
         ready()
         await stopping.wait()
         keeping_up.cancel()
-        await service.stop_peers()

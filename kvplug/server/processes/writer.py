@@ -41,9 +41,11 @@ class WriterService(RouterService):
         self._folder = folder
 
     async def _listen(self) -> None:
-        peers = PeerServer(self._folder, NAME, self._runner)
-        await peers.start()
-        self.stop_peers = peers.stop
+        self._peers = PeerServer(self._folder, NAME, self._runner)
+        await self._peers.start()
+
+    def _stop_listening(self) -> None:
+        self._peers.stop()
 
     async def publish(self) -> None:
         """Write for readers, as soon as there is enough to read."""
@@ -70,4 +72,3 @@ async def _serve(
         await service.publish()
         ready()
         await stopping.wait()
-        await service.stop_peers()

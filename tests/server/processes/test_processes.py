@@ -1,0 +1,116 @@
+"""The router as three processes, before simulated engines: one of them writes, two serve."""
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from kvplug.sim.engine_service import EngineService
+from tests.server.router_process import router_process
+from tests.sim.test_engine_service import config
+from tests.waiting import POLL_S, until
+
+PREFIX = list(range(100, 180))  # 20 blocks
+NUM_REQUESTS = 24
+LIMIT_S = 60.0
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def two_processes():
+    """Engines, the URL of the router, its log."""
+    async with AsyncExitStack() as started:
+        engines = [
+            await started.enter_async_context(EngineService(config(wire="kvplug")))
+            for _ in range(2)
+        ]
+        workers = [f"{each.url},events={each.events_endpoint}" for each in engines]
+        flags = ("--processes", "2", "--health-interval-s", "0.2")
+        router = router_process(*workers, limit=4096, flags=flags)
+        yield engines, *await started.enter_async_context(router)
+
+
+async def ask(url, prompt):
+    """On a connection of its own: any process may accept it. Its status and cached tokens."""
+    body = {"model": "simulated", "prompt": prompt, "max_tokens": 1}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json=body) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def ask_all(url, first):
+    """How many tokens of each prompt, which all begin alike, were cached."""
+    return [await ask(url, [*PREFIX, first + n, 7, 7, 7]) for n in range(NUM_REQUESTS)]
+
+
+async def read(url, path):
+    async with aiohttp.ClientSession() as client, client.get(url + path) as response:
+        return await (response.text() if path == "/metrics" else response.json())
+
+
+async def values(url, name):
+    """By label, what /metrics says of a metric."""
+    found = re.findall(rf"^{name}(?:{{(.*)}})? (.*)$", await read(url, "/metrics"), re.MULTILINE)
+    return {label: float(value) for label, value in found}
+
+
+async def states(url):
+    health = await read(url, "/health")
+    return {each["name"]: each["state"] for each in health["processes"]}
+
+
+def pid_of(name, lines):
+    """Of the process that was started last by this name."""
+    ready = [re.search(rf"{name} \(process (\d+)\) is ready", line) for line in lines]
+    return [int(found[1]) for found in ready if found][-1]
+
+
+async def kill(name, lines):
+    """SIGKILL, and wait until another one is there."""
+    pid = pid_of(name, lines)
+    os.kill(pid, signal.SIGKILL)
+    what = f"{name} is there again"
+    await until(lambda: pid_of(name, lines) != pid, what, timeout_s=LIMIT_S)
+
+
+async def test_two_processes_decide_and_answer_as_one_and_survive_each_other():
+    async with two_processes() as (engines, url, lines):
+        assert await ask(url, PREFIX) == 0
+        await until_indexed(url, 20)
+        assert set(await ask_all(url, 1000)) == {len(PREFIX)}
+        served = [engine.engines[0].num_prompt_tokens for engine in engines]
+        assert min(served) == 0  # all went where the prefix is
+        reads = await values(url, "kvplug_shared_reads_total")
+        assert len(reads) == 2
+        assert min(reads.values()) > 0
+        assert sum((await values(url, "kvplug_requests_total")).values()) == NUM_REQUESTS + 1
+        health = await read(url, "/health")
+        assert health["status"] == "ok"
+        assert {each["ranks"][0]["events"]["trust"] for each in health["workers"]} == {"exact"}
+
+        await kill("reader0", lines)
+        assert set(await ask_all(url, 2000)) == {len(PREFIX)}
+        await kill("writer", lines)
+        assert set(await ask_all(url, 3000)) == {len(PREFIX)}
+        await until_indexed(url, 20)
+        assert set((await states(url)).values()) == {"up"}
+        assert list((await values(url, "kvplug_requests_in_flight")).values()) == [0.0]
+    assert not [line for line in lines if "Traceback" in line or "failed" in line], "".join(lines)
+
+
+async def has_blocks(url, num_blocks):
+    return max((await values(url, "kvplug_index_blocks")).values(), default=0) >= num_blocks
+
+
+async def until_indexed(url, num_blocks):
+    async with asyncio.timeout(LIMIT_S):
+        while not await has_blocks(url, num_blocks):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(POLL_S)
