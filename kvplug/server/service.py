@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 from aiohttp import web
 
 from kvplug.audit.audit import Audit
@@ -41,6 +40,7 @@ from kvplug.server.observability.tracing import tracer_of
 from kvplug.server.proxy.forwarding import Proxy
 from kvplug.server.proxy.listening import Listener, max_connections, raise_descriptor_limit
 from kvplug.server.proxy.upstream import Upstream
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet
 from kvplug.tokenization.piece_encoder import StoreOptions
 
@@ -103,10 +103,10 @@ class RouterService:
         """Where it listens, with the port that was taken."""
         return url_of(*self._listener.address)
 
-    def _make_fleet(self, session: aiohttp.ClientSession) -> Fleet:
+    def _make_fleet(self, session: WorkerSession) -> Fleet:
         return Fleet(self.config, self.router, self.audit, session)
 
-    def _make_diagnosis(self, prompts: Prompts, session: aiohttp.ClientSession) -> Diagnosis:
+    def _make_diagnosis(self, prompts: Prompts, session: WorkerSession) -> Diagnosis:
         return Diagnosis(self.config, self.fleet, self.audit, prompts, session)
 
     async def _listen(self) -> None:

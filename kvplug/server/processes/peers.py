@@ -24,6 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from kvplug.api_errors import ApiError
 from kvplug.http_service import stopped_by_signals
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.peers import Place
@@ -34,6 +35,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SUMMED: Final = frozenset({"kvplug_requests_in_flight"})
 _LIMIT_S: Final = 2.0
 _WRITER: Final = "writer"
+# What a client does there, one process would know and the others would not.
+_OF_ONE_PROCESS: Final = ("/select", "/reservations", "/workers")
+_NOT_SHARED: Final = "the router runs as several processes; expected --processes 1 for this"
 
 
 def stopped(alive_at: int) -> asyncio.Event:
@@ -89,6 +93,8 @@ class Peers:
 
         @web.middleware
         async def speak_for_all(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.method != "GET" and request.path.startswith(_OF_ONE_PROCESS):
+                raise ApiError(501, _NOT_SHARED, code="not_shared")
             if request.path not in ("/metrics", "/health") or request.method != "GET":
                 return await handler(request)
             is_peer = request.transport is None or not isinstance(

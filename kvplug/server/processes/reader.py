@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-import aiohttp
 import uvloop
 from aiohttp import web
 
@@ -28,6 +27,7 @@ from kvplug.server.diagnosis.finding import Finding
 from kvplug.server.processes.peers import Peers, PeerServer, counts_of, stopped
 from kvplug.server.proxy.listening import raise_descriptor_limit
 from kvplug.server.service import RouterService
+from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet, Worker
 from kvplug.server.workers.rank_sources import RankSource
 from kvplug.server.workers.worker_events import WorkerEvents
@@ -93,10 +93,10 @@ class ReaderService(RouterService):
         super().__init__(replace(config, audit_sample=0.0), self.reading)
         self._folder, self._place, self._bound = folder, place, bound
 
-    def _make_fleet(self, session: aiohttp.ClientSession) -> Fleet:
+    def _make_fleet(self, session: WorkerSession) -> Fleet:
         return ReaderFleet(self.config, self.router, self.audit, session)
 
-    def _make_diagnosis(self, prompts: Prompts, session: aiohttp.ClientSession) -> Diagnosis:
+    def _make_diagnosis(self, prompts: Prompts, session: WorkerSession) -> Diagnosis:
         return DiagnosisElsewhere(self.config, self.fleet, self.audit, prompts, session)
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:

@@ -62,6 +62,12 @@ async def values(url, name):
     return {label: float(value) for label, value in found}
 
 
+async def status_of_change(url):
+    """Of a worker that one process would know and the other one not."""
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/workers", json={}) as answer:
+        return answer.status
+
+
 async def states(url):
     health = await read(url, "/health")
     return {each["name"]: each["state"] for each in health["processes"]}
@@ -92,6 +98,7 @@ async def test_two_processes_decide_and_answer_as_one_and_survive_each_other():
         assert len(reads) == 2
         assert min(reads.values()) > 0
         assert sum((await values(url, "kvplug_requests_total")).values()) == NUM_REQUESTS + 1
+        assert await status_of_change(url) == 501
         health = await read(url, "/health")
         assert health["status"] == "ok"
         assert {each["ranks"][0]["events"]["trust"] for each in health["workers"]} == {"exact"}
