@@ -24,7 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from kvplug.api_errors import ApiError
+from kvplug.api_errors import ApiError, error_response
 from kvplug.http_service import stopped_by_signals
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.peers import Place
@@ -94,7 +94,7 @@ class Peers:
         @web.middleware
         async def speak_for_all(request: web.Request, handler: Handler) -> web.StreamResponse:
             if request.method != "GET" and request.path.startswith(_OF_ONE_PROCESS):
-                raise ApiError(501, _NOT_SHARED, code="not_shared")
+                return error_response(ApiError(501, _NOT_SHARED, code="not_shared"))
             if request.path not in ("/metrics", "/health") or request.method != "GET":
                 return await handler(request)
             is_peer = request.transport is None or not isinstance(
