@@ -96,6 +96,10 @@ async def test_two_processes_decide_and_answer_as_one_and_survive_each_other():
         assert min(served) == 0  # all went where the prefix is
         reads = await values(url, "kvplug_shared_reads_total")
         assert len(reads) == 2
+        given_up = await values(url, "kvplug_shared_reads_given_up_total")
+        assert set(given_up.values()) == {0.0}
+        assert set((await values(url, "kvplug_shared_news_missed_total")).values()) == {0.0}
+        assert set((await values(url, "kvplug_process_up")).values()) == {1.0}
         assert min(reads.values()) > 0
         assert sum((await values(url, "kvplug_requests_total")).values()) == NUM_REQUESTS + 1
         assert await status_of_change(url) == 501
