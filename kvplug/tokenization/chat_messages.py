@@ -26,11 +26,6 @@ _TEXT_KEYS = {
     "text": "text", "input_text": "text", "output_text": "text",
     "refusal": "refusal", "thinking": "thinking", "tool_reference": "name",
 }
-# Types of parts, and fields of such parts, that stand for a picture, a sound or a film.
-_MEDIA = frozenset([
-    "image", "image_url", "image_embeds", "image_pil", "audio", "audio_url", "input_audio",
-    "audio_embeds", "video", "video_url", "video_embeds",
-])
 # What vLLM knows of parts of any type; a field that it does not know reaches an "openai" template.
 _PART_FIELDS = frozenset([
     "audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil",
@@ -60,17 +55,6 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise cannot("read the request", f"true or false in {name!r}", value)
     return value
-
-
-def has_media(messages: object) -> bool:
-    """Whether a message of a body has a part that is no text."""
-    contents = [message.get("content") for message in _objects_in(messages)]
-    parts = [part for content in contents for part in _objects_in(content)]
-    return any(part.get("type") in _MEDIA or not _MEDIA.isdisjoint(part) for part in parts)
-
-
-def _objects_in(value: object) -> list[Json]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def options_of(body: Mapping[str, Any]) -> Json:

@@ -27,6 +27,7 @@ from kvplug.tokenization.chat_messages import (
     options_of,
 )
 from kvplug.tokenization.content_format import ContentFormat, content_format
+from kvplug.tokenization.media import MARK, common_length, marked, unmarked
 from kvplug.tokenization.template_environment import ENVIRONMENT, takes_inner_system
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -54,6 +55,20 @@ class ChatTemplates:
 
     def render(self, body: Mapping[str, Any], special_tokens: Mapping[str, str]) -> str:
         """Render the prompt of a chat body; TokenizerError if the engine would refuse it, too."""
+        template, options = self._prepare(body)
+        return template.render(body.get("messages"), {**special_tokens, **options})
+
+    def render_before_media(
+        self, body: Mapping[str, Any], special_tokens: Mapping[str, str]
+    ) -> tuple[str, int]:
+        """A text, and up to where the engine's is equal to it: as far as before the first picture.
+
+        For a body with media.
+        """
+        template, options = self._prepare(body)
+        return template.render_before_media(body["messages"], {**special_tokens, **options})
+
+    def _prepare(self, body: Mapping[str, Any]) -> tuple[ChatTemplate, Json]:
         options = options_of(body)
         if body.get("chat_template") is not None or "chat_template" in options:
             raise TokenizerError(
@@ -62,8 +77,7 @@ class ChatTemplates:
             )
         if reserved := RESERVED_OPTIONS & options.keys():
             raise cannot("render a chat", "only template variables", sorted(reserved))
-        template = self._choose(with_tools=options["tools"] is not None)
-        return template.render(body.get("messages"), {**special_tokens, **options})
+        return self._choose(with_tools=options["tools"] is not None), options
 
     @cached_property
     def merges_system(self) -> bool:
@@ -123,9 +137,7 @@ class ChatTemplate:
 
     def render(self, messages: object, options: Json) -> str:
         """Render messages of a body; the options are the template's variables."""
-        chat = conversation(messages, self.content_format)
-        if not any(f"{quote}developer{quote}" in self.source for quote in "'\""):
-            chat = developer_as_system(chat)
+        chat = self._conversation(messages)
         if not options.pop("continue_final_message"):
             return self._run(chat, options)
         if options["add_generation_prompt"]:
@@ -134,6 +146,27 @@ class ChatTemplate:
                 "to be false, got true for both (the first is true by default)"
             )
         return self._run_open_ended(chat, options)
+
+    def render_before_media(self, messages: list[Json], options: Json) -> tuple[str, int]:
+        """The text with the pictures in it, or with marks, and where it stops to be the engine's.
+
+        Templates may put pictures in front of a message's text: so what counts is what the text
+        with pictures and the text with marks have in common.
+        """
+        options.pop("continue_final_message")
+        chat = self._conversation(marked(messages, self.content_format))
+        text = self._run(chat, options)
+        begin = text[: max(text.find(MARK), 0)]
+        if self.content_format == "string":
+            return text, len(begin)
+        text = self._run(unmarked(chat), options)
+        return text, common_length(text, begin)
+
+    def _conversation(self, messages: object) -> list[Json]:
+        chat = conversation(messages, self.content_format)
+        if any(f"{quote}developer{quote}" in self.source for quote in "'\""):
+            return chat
+        return developer_as_system(chat)
 
     def _run(self, chat: list[Json], options: Json) -> str:
         always = ("tools", "documents", "add_generation_prompt")

@@ -11,6 +11,7 @@ tokenizer that has no such places texts are not cut.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -26,6 +27,7 @@ from kvplug.tokenization.cuts import cut_pattern
 from kvplug.tokenization.text_encoder import U32, text_encoder
 
 _PIECES_PER_LARGE: Final = 16
+_FEW_CHARS: Final = 2000
 # Of a piece, beside its text and its ids: headers, and a place in the dict (CPython 3.11).
 _ENTRY_BYTES: Final = 250
 
@@ -113,18 +115,35 @@ class PieceEncoder:
         if found is None:
             return None
         self._count(len(text), found.num_known)
-        leading = self._leading if with_special else self._leading[:0]
-        if self._is_enough(found, len(text)):
-            self.counts.num_texts_shortened += 1
-            known = found.parts[: found.leading_parts]
-            return np.concatenate([leading, *(it for it in known if not isinstance(it, str))])
         ids = [self._of(part) if isinstance(part, str) else part for part in found.parts]
         self._keep(found, ids)
-        return np.concatenate([leading, *ids])
+        return np.concatenate([self._special(with_special), *ids])
 
-    def _is_enough(self, found: _Found, num_chars: int) -> bool:
-        least = self._options.min_overlap * num_chars
-        return self._options.min_overlap < 1 and 0 < found.num_leading >= least
+    def beginning(self, text: str, *, with_special: bool) -> U32 | None:
+        """Token ids of the known beginning of a text, where it may stand for all of it."""
+        if self._options.min_overlap == 1 or self._cut_at is None:
+            return None
+        found = self._look_up(text, self._cut_at, len(text))
+        if found is None or found.num_leading < self._options.min_overlap * len(text):
+            return None
+        self._count(len(text), found.num_known)
+        self.counts.num_texts_shortened += 1
+        known = [it for it in found.parts[: found.leading_parts] if not isinstance(it, str)]
+        return np.concatenate([self._special(with_special), *known])
+
+    def last_cut(self, text: str, end: int) -> int:
+        """The last place, at `end` or before, at which the text may be cut; 0 if there is none."""
+        if self._cut_at is None:
+            return 0
+        for start in (max(0, end - _FEW_CHARS), 0):
+            places = (place.start() for place in self._cut_at.finditer(text, start))
+            found = max(itertools.takewhile(lambda place: place <= end, places), default=0)
+            if found:
+                return found
+        return 0
+
+    def _special(self, with_special: bool) -> U32:
+        return self._leading if with_special else self._leading[:0]
 
     def _look_up(self, text: str, cut_at: re.Pattern[str], max_new: int) -> _Found | None:
         """None as soon as too much is not known."""

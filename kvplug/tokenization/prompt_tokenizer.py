@@ -8,9 +8,11 @@ Routing hashes token ids, so "nearly the same text" is a miss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -18,6 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from kvplug.errors import TokenizerError
 from kvplug.tokenization.chat_messages import cannot, flag
 from kvplug.tokenization.chat_template import ChatTemplates
+from kvplug.tokenization.media import has_media
 from kvplug.tokenization.messages_api import chat_of_messages
 from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
 from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions
@@ -28,6 +31,8 @@ if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for
     from kvplug.hashing import Tokens
 
 _U32_MAX = 2**32 - 1
+
+T = TypeVar("T")
 
 
 def token_id_prompts(prompt: object) -> list[Tokens] | None:
@@ -64,6 +69,21 @@ def _token_ids(ids: list[Any]) -> Tokens:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise cannot("read the prompt", "token ids in [0, 2**32)", wrong)
     return np.array(ids, dtype=np.uint32)
+
+
+class Extent(StrEnum):
+    """How much of a prompt its token ids are of; they are exact as far as they go."""
+
+    WHOLE = "whole"
+    BEFORE_MEDIA = "before_media"  # the text before the first picture or sound
+    KNOWN_BEGINNING = "known_beginning"  # what stands for all of it (StoreOptions.min_overlap)
+
+
+class PromptIds(NamedTuple):
+    """Token ids of a prompt or of its beginning."""
+
+    ids: Tokens
+    extent: Extent = Extent.WHOLE
 
 
 class PromptTokenizer:
@@ -114,17 +134,42 @@ class PromptTokenizer:
         """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
         return self._encode(*self._chat_text(body))
 
-    def first(self, body: Mapping[str, Any], kind: PromptKind, *, max_new: int) -> Tokens | None:
+    def first(self, body: Mapping[str, Any], kind: PromptKind, *, max_new: int) -> PromptIds | None:
         """Of a conversation, or of the first text of a completion.
 
         None if more than `max_new` characters of it would have to be tokenized: the others are
         known from earlier prompts.
         """
-        if kind is not PromptKind.COMPLETION:
-            chat = self.as_chat(body, kind)
-            return self._encode_within(*self._chat_text(chat), max_new)
-        with_special = flag(body, "add_special_tokens", True)
-        return self._encode_within(_texts(_prompt_of(body))[0], body, with_special, max_new)
+        if kind is PromptKind.COMPLETION:
+            with_special = flag(body, "add_special_tokens", True)
+            return self._first(_texts(_prompt_of(body))[0], body, with_special, max_new)
+        chat = self.as_chat(body, kind)
+        if has_media(chat.get("messages")):
+            return self._before_media(chat, max_new)
+        return self._first(*self._chat_text(chat), max_new)
+
+    def _first(
+        self, text: str, body: Mapping[str, Any], with_special: bool, max_new: int
+    ) -> PromptIds | None:
+        if _limit(body) is None:
+            beginning = partial(self.encoder.beginning, with_special=with_special)
+            known = _tokenized(beginning, text)
+            if known is not None:
+                return PromptIds(known, Extent.KNOWN_BEGINNING)
+        ids = self._encode_within(text, body, with_special, max_new)
+        return None if ids is None else PromptIds(ids)
+
+    def _before_media(self, chat: Mapping[str, Any], max_new: int) -> PromptIds | None:
+        """Of the text before the first picture, as far as no token can reach further."""
+        if _limit(chat) is not None:
+            raise cannot("tokenize a part of a chat", "no truncate_prompt_tokens", _limit(chat))
+        text, end = self._templates.render_before_media(chat, self._special_tokens)
+        begin = text[: self.encoder.last_cut(text, end)]
+        if not begin:
+            raise cannot("tokenize a part of a chat", "a text before the first picture", text[:80])
+        with_special = flag(chat, "add_special_tokens", False)
+        ids = self._encode_within(begin, chat, with_special, max_new)
+        return None if ids is None else PromptIds(ids, Extent.BEFORE_MEDIA)
 
     def as_chat(self, body: Mapping[str, Any], kind: PromptKind) -> Mapping[str, Any]:
         """The body of a chat that the engine makes of a conversation."""
@@ -149,24 +194,29 @@ class PromptTokenizer:
         self, text: str, body: Mapping[str, Any], with_special: bool, max_new: int
     ) -> Tokens | None:
         limit = _limit(body) if body.get("truncation_side") is None else None
-        try:
-            if limit is None:
-                ids = self.encoder.encode(text, with_special=with_special, max_new=max_new)
-                return None if ids is None else _cut(ids, body)
-            if len(text) > max_new:
-                return None
-            encoding = self._encode_end(text, limit, with_special)
-        except Exception as error:
-            # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
-            raise TokenizerError(f"cannot tokenize a text: {error}") from error
+        if limit is None:
+            encode = partial(self.encoder.encode, with_special=with_special, max_new=max_new)
+            ids = _tokenized(encode, text)
+            return None if ids is None else _cut(ids, body)
+        if len(text) > max_new:
+            return None
+        encoding = _tokenized(partial(self._encode_end, limit=limit, special=with_special), text)
         return _cut(np.array(encoding.ids, dtype=np.uint32), body)
 
-    def _encode_end(self, text: str, limit: int, with_special: bool) -> Encoding:
+    def _encode_end(self, text: str, limit: int, special: bool) -> Encoding:
         """Drop tokens at the left of the text only: the special tokens stay."""
-        num_special = self._backend.num_special_tokens_to_add(False) if with_special else 0
+        num_special = self._backend.num_special_tokens_to_add(False) if special else 0
         encoding = self._backend.encode(text, add_special_tokens=False)
         encoding.truncate(max(0, limit - num_special), direction="left")
-        return self._backend.post_process(encoding, add_special_tokens=with_special)
+        return self._backend.post_process(encoding, add_special_tokens=special)
+
+
+def _tokenized(encode: Callable[[str], T], text: str) -> T:
+    try:
+        return encode(text)
+    except Exception as error:
+        # tokenizers raises TypeError for lone surrogates and a plain Exception for all else.
+        raise TokenizerError(f"cannot tokenize a text: {error}") from error
 
 
 def _prompt_of(body: Mapping[str, Any]) -> object:

@@ -177,16 +177,20 @@ def test_threads_share_the_pieces(backends):
     )
 
 
-@pytest.mark.parametrize(("min_overlap", "is_shortened"), [(0.8, True), (0.95, False)])
-def test_a_known_beginning_can_stand_for_the_whole(backends, min_overlap, is_shortened):
+@pytest.mark.parametrize(("min_overlap", "is_enough"), [(0.8, True), (0.95, False), (1.0, False)])
+def test_a_known_beginning_can_stand_for_the_whole(backends, min_overlap, is_enough):
     options = StoreOptions(min_overlap=min_overlap)
     encoder, text = PieceEncoder(backends["gpt2"], options=options), "one two three " * 1000
-    whole = encoder.encode(text, with_special=True, max_new=len(text))
-    longer = encoder.encode(text + "four " * 250, with_special=True, max_new=10**6)
-    exact = backends["gpt2"].encode(text + "four " * 250).ids
-    assert longer.tolist() == exact[: len(longer)]
-    assert (len(longer) < len(whole)) == is_shortened
-    assert encoder.counts.num_texts_shortened == is_shortened
+    assert encoder.beginning(text, with_special=True) is None
+    encoder.encode(text, with_special=True, max_new=len(text))
+    longer = text + "four " * 250
+    ids = encoder.beginning(longer, with_special=True)
+    assert (ids is not None) == is_enough
+    assert encoder.counts.num_texts_shortened == is_enough
+    if ids is not None:
+        exact = backends["gpt2"].encode(longer).ids
+        assert 0.8 * len(exact) < len(ids) < len(exact)
+        assert ids.tolist() == exact[: len(ids)]
 
 
 def test_a_chat_of_any_language_is_cut_at_its_markers(backends):

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Final
 
 from kvplug.api_errors import ApiError
-from kvplug.hashing import Tokens
 from kvplug.server.api.bodies import (
     Body,
     lora_path_of,
@@ -31,6 +30,7 @@ from kvplug.server.observability.journey import Step, current
 from kvplug.server.proxy.forwarding import Forward
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.model_cards import Served
+from kvplug.tokenization.prompt_tokenizer import Extent, PromptIds
 
 WORKER_HEADER: Final = "x-kvplug-worker"
 """Of --router-mode direct: a worker, as --worker names it."""
@@ -54,23 +54,23 @@ class Asked:
         body = await read_body(raw)
         model, served = await self._awaited_model_of(body)
         current().mark(Step.PARSE)
-        tokens = await self.tokens_of(body, (model, served), endpoint, len(raw))
+        prompt = await self.tokens_of(body, (model, served), endpoint, len(raw))
         current().mark(Step.TOKENIZE)
         return Forward(
             model=model,
             body=raw,
-            tokens=tokens,
+            tokens=None if prompt is None else prompt.ids,
             namespace=namespace_of(body, served.lora_name),
             max_tokens=max_tokens_of(body, endpoint.kind) if endpoint.generates else 0,
             streams=body.get("stream") is True,
-            unauditable=unauditable(body),
+            unauditable=unauditable(body) or _part_of(prompt),
             session=session_of(headers, body, raw) if self._uses_sessions else "",
             worker=headers.get(WORKER_HEADER, "") if self._is_direct else "",
         )
 
     async def tokens_of(
         self, body: Body, asked: tuple[str, Served], endpoint: Endpoint, size: int
-    ) -> Tokens | None:
+    ) -> PromptIds | None:
         """The prompt's token ids; None, with a reason that is counted, where they are not known."""
         if endpoint.kind is None:
             self._prompts.note(Reason.NO_PREFIX)
@@ -119,3 +119,9 @@ class Asked:
             raise ApiError(404, message, code="model_not_found", param="model")
         message = f"no worker that serves model {model!r} can be reached now"
         raise ApiError(503, message, code="no_worker")
+
+
+def _part_of(prompt: PromptIds | None) -> str | None:
+    """Why the usage of an answer tells of more than the known tokens, or None."""
+    is_whole = prompt is None or prompt.extent is Extent.WHOLE
+    return None if is_whole else "part_of_prompt"

@@ -1,8 +1,8 @@
 """The body of a request to the token ids that its engine will see.
 
 In:  the JSON body of a request, and which API it came by.
-Out: uint32 token ids, or None where they cannot be known here: then the request is routed by load
-alone, and the reason is counted and named once.
+Out: uint32 token ids of the prompt or of its beginning, or None where they cannot be known here:
+then the request is routed by load alone. The reason is counted and named once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvplug.errors import TokenizerError
-from kvplug.hashing import Tokens
 from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
-from kvplug.tokenization.chat_messages import has_media
+from kvplug.tokenization.media import has_media
 from kvplug.tokenization.piece_encoder import StoreOptions
 from kvplug.tokenization.prompt_kind import PromptKind
-from kvplug.tokenization.prompt_tokenizer import PromptTokenizer, first_token_ids
+from kvplug.tokenization.prompt_tokenizer import (
+    Extent,
+    PromptIds,
+    PromptTokenizer,
+    first_token_ids,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +43,14 @@ _INLINE_CHARACTERS = {"tokenizers": 1024, "fastokens": 2**15}
 
 
 class Reason(StrEnum):
-    """Why a request is routed without knowing what is cached of it."""
+    """Why a request is routed without knowing what is cached of it, or of all of it."""
 
     NO_TOKENIZER = "no_tokenizer"
     OTHER_TOKENIZER = "other_tokenizer"
     TOO_LONG = "too_long"  # for any engine's context, and to be read in time
     UNTOKENIZABLE = "untokenizable"  # the engine may say what is wrong with it
-    MULTIMODAL = "multimodal"
+    MULTIMODAL = "multimodal"  # nothing is known from the first picture on
+    PREVIOUS_RESPONSE = "previous_response"
     PROMPT_EMBEDS = "prompt_embeds"
     EXTRA_KEY = "extra_key"
     NO_PREFIX = "no_prefix"  # embeddings, scores: nothing of them is found in a KV cache
@@ -55,6 +60,8 @@ _WHY = {
     Reason.OTHER_TOKENIZER: "the engines of the model have another tokenizer.json than the router, "
     "so its token ids would be wrong; give --tokenizer the folder of the model that they serve",
     Reason.MULTIMODAL: "an engine puts tokens and hashes of its own where a picture or a sound is",
+    Reason.PREVIOUS_RESPONSE: "the prompt of what continues a response is in the memory of the "
+    "engine that gave it; send the conversation in 'input'",
     Reason.PROMPT_EMBEDS: "the hash of embeddings is the engine's own",
     Reason.EXTRA_KEY: "SGLang's own events do not say extra_key; what these requests cache may be "
     "taken for blocks without one, so use kvplug's plug-in or cache_salt",
@@ -111,7 +118,7 @@ class Prompts:
         size: int,
         digests: Collection[str] = (),
         names_extra_keys: bool = False,
-    ) -> Tokens | None:
+    ) -> PromptIds | None:
         """`root` is where the engine loaded the model from, `size` the length of the body;
         `digests`: of the tokenizers that the engines of the model have, as far as they say so;
         `names_extra_keys`: whether they all say of which extra_key their blocks are.
@@ -120,29 +127,37 @@ class Prompts:
         """
         if has_extra_key(body) and not names_extra_keys:
             self.note(Reason.EXTRA_KEY)  # its tokens still count as load
-        if (reason := _unreadable(body)) is not None:
+        if (reason := _unreadable(body, kind)) is not None:
             self.note(reason)
             return None
         try:
             ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
             if ready is not None:
-                return ready
+                return PromptIds(ready)
             tokenizer = await self._tokenizer(body["model"], root, digests)
             if tokenizer is None:
                 return None
-            if size <= _INLINE_BYTES and _num_messages(body) <= _INLINE_MESSAGES:
-                most = _INLINE_CHARACTERS[tokenizer.encoder.library]
-                tokens = tokenizer.first(body, kind, max_new=most)
-                if tokens is not None:
-                    return tokens
-            return await self._in_thread(partial(tokenizer.first, body, kind, max_new=sys.maxsize))
+            prompt = await self._tokenized(tokenizer, body, kind, size)
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
-            is_media = kind is PromptKind.CHAT and has_media(body.get("messages"))
+            is_media = has_media(body.get("messages") or body.get("input"))
             self.note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
             return None
+        if prompt is not None and prompt.extent is Extent.BEFORE_MEDIA:
+            self.note(Reason.MULTIMODAL)
+        return prompt
+
+    async def _tokenized(
+        self, tokenizer: PromptTokenizer, body: Body, kind: PromptKind, size: int
+    ) -> PromptIds | None:
+        if size <= _INLINE_BYTES and _num_messages(body) <= _INLINE_MESSAGES:
+            most = _INLINE_CHARACTERS[tokenizer.encoder.library]
+            prompt = tokenizer.first(body, kind, max_new=most)
+            if prompt is not None:
+                return prompt
+        return await self._in_thread(partial(tokenizer.first, body, kind, max_new=sys.maxsize))
 
     def note(self, reason: Reason) -> None:
         """Count a request; the first one of a reason that has a fix is logged."""
@@ -179,9 +194,11 @@ class Prompts:
         return tokenizer
 
 
-def _unreadable(body: Body) -> Reason | None:
+def _unreadable(body: Body, kind: PromptKind) -> Reason | None:
     if has_unread_fields(body):
         return Reason.TOO_LONG
+    if kind is PromptKind.RESPONSES and body.get("previous_response_id") is not None:
+        return Reason.PREVIOUS_RESPONSE
     return None if body.get("prompt_embeds") is None else Reason.PROMPT_EMBEDS
 
 

@@ -22,6 +22,7 @@ from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.observability.audit_metrics import families_of
 from kvplug.server.observability.journey import RequestTimes
 from kvplug.server.observability.request_metrics import load_of, times_of
+from kvplug.server.observability.tokenizer_metrics import store_families
 from kvplug.server.proxy.forwarding import Proxy, WorkerCounts
 from kvplug.server.proxy.listening import Listener
 from kvplug.server.workers.fleet import Fleet
@@ -147,6 +148,7 @@ class _Readings(Collector):
             yield family
         yield from self._of_events()
         yield from families_of(self._audit.ledgers())
+        yield from store_families(self._prompts)
         yield from load_of(self._router, self._ranks())
 
     def _of_index(self) -> Iterator[Metric]:
