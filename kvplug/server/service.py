@@ -2,8 +2,8 @@
 
 In:  a ServerConfig.   Out: a listening router, until it is told to stop.
 
-Stopping has an order: accept no more, let requests in flight end within `grace_s`, stop looking at
-workers, close the event sockets and the connections to the workers.
+Stopping has an order: accept no more, let requests in flight end within `grace_s`, tell the others
+that it is over, stop looking at workers, close the event sockets and the connections to workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from aiohttp import web
 
@@ -23,6 +23,7 @@ from kvplug.http_service import stopped_by_signals, url_of
 from kvplug.router.core import Router
 from kvplug.server.api.app import Api, Forwards
 from kvplug.server.api.asked import Asked
+from kvplug.server.api.draining import Draining
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.api.reading import BodyReader
 from kvplug.server.config import ServerConfig
@@ -46,6 +47,8 @@ from kvplug.tokenization.piece_encoder import StoreOptions
 
 logger = logging.getLogger(__name__)
 
+_LINGER_S: Final = 1.0
+
 
 class RouterService:
     """An async context manager; inside, `url` is where it listens."""
@@ -66,6 +69,7 @@ class RouterService:
             started.push_async_callback(asyncio.to_thread, tracer.stop)
             self.following = Following(tracer, explains=self.config.explain_headers)
             self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
+            self.draining = Draining(self.proxy)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
             prompts = _prompts(self.config)
@@ -82,6 +86,7 @@ class RouterService:
             started.push_async_callback(self._runner.cleanup)
             await self._runner.setup()
             await self._listen()
+            started.push_async_callback(self.draining.drain, self.config.grace_s)
             started.callback(self._stop_listening)
             if self.config.nginx_config is not None:
                 nginx = self._make_nginx(self.config.nginx_config.absolute(), prompts)
@@ -119,12 +124,15 @@ class RouterService:
         listener = self._listener
         metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
         metrics.add_times(self.following.times)
-        health = Health(self.fleet, self.router, self.audit, self.diagnosis)
+        health = Health(self.fleet, self.router, self.audit, self.diagnosis, self._is_draining)
         api = Api(self.config, self.fleet, forwards, prompts, metrics, health)
         if forwards is self.proxy:
             metrics.add_queue(api.admission)
         self.following.follow(api.application)
         return api
+
+    def _is_draining(self) -> bool:
+        return self.draining.has_begun
 
     def _control_routes(self, prompts: Prompts) -> list[web.RouteDef]:
         guard, reader = Guard(self.config), BodyReader(self.config)
@@ -142,13 +150,13 @@ class RouterService:
         self.api = api = self._make_api(prompts, self.proxy)
         api.application.add_routes(self._control_routes(prompts))
         api.application.middlewares.insert(0, self._listener.middleware)
+        api.application.middlewares.insert(0, self.draining.middleware)
         # A client that leaves cancels its handler, and with it the work on the engine.
         return web.AppRunner(
             api.application,
             handler_cancellation=True,
             keepalive_timeout=self.config.client_timeout_s,
-            # aiohttp waits for a handler to end, and as long again once it is cancelled.
-            shutdown_timeout=self.config.grace_s / 2,
+            shutdown_timeout=_LINGER_S,  # nothing is in flight by then
             access_log=None,
         )
 

@@ -2,6 +2,7 @@
 
 app        the routes
 admission  which requests may begin, and which wait
+draining   how requests end when the router stops
 endpoints  the engines' endpoints that are forwarded
 asked      a body to all that a decision needs
 reading    the body of a request, within its limits

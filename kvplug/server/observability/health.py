@@ -5,7 +5,7 @@ In:  fleet, router, audit, diagnosis.   Out: a JSON object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isnan
 from typing import Any
@@ -24,15 +24,28 @@ from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.workers.fleet import Fleet, Worker
 
 
+def _never() -> bool:
+    return False
+
+
 class Health:
     """body() is what /health says now."""
 
-    def __init__(self, fleet: Fleet, router: Router, audit: Audit, diagnosis: Diagnosis) -> None:
-        self._fleet, self._router = fleet, router
+    def __init__(
+        self,
+        fleet: Fleet,
+        router: Router,
+        audit: Audit,
+        diagnosis: Diagnosis,
+        is_draining: Callable[[], bool] = _never,
+    ) -> None:
+        self._fleet, self._router, self._is_draining = fleet, router, is_draining
         self._audit, self._diagnosis = audit, diagnosis
 
     def body(self) -> dict[str, Any]:
-        """`status` is "ok" while a worker is up and events are received, whatever the findings."""
+        """`status` is "draining" while the router stops, else "ok" while a worker is up and events
+        are received, whatever the findings.
+        """
         workers, ledgers = list(self._fleet.workers.values()), self._audit.ledgers()
         return {
             "status": self._status(workers),
@@ -41,6 +54,8 @@ class Health:
         }
 
     def _status(self, workers: list[Worker]) -> str:
+        if self._is_draining():
+            return "draining"
         if not self._fleet.hears_events:
             return "event_thread_ended"
         return "ok" if any(worker.is_up for worker in workers) else "no_worker"

@@ -23,6 +23,10 @@ _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus
 _BODILESS: Final = frozenset((204, 304))
 
 
+CLOSES: Final = web.RequestKey("closes", bool)
+"""Of a request whose answer is the last one on its connection."""
+
+
 class ClientAnswer(web.StreamResponse):
     """`send` the whole answer; or `begin`, `add` parts and `end`. What a handler returns.
 
@@ -36,7 +40,7 @@ class ClientAnswer(web.StreamResponse):
         self._to, self._writer = request.transport, request.writer
         self._timeout_s = timeout_s
         self._is_1_1 = request.version >= HttpVersion11
-        self._keeps = request.keep_alive
+        self._keeps = bool(request.keep_alive) and not request.get(CLOSES, False)
         self._most_bytes = self._to.get_write_buffer_limits()[1]
         self._head, self._is_chunked = b"", False
 

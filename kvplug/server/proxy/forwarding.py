@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _NO_TOKENS = np.empty(0, dtype=np.uint32)
 _MAX_WORKERS_LOST: Final = 2
+STOPPING: Final = ApiError(503, "the router is stopping", code="router_stopping")
 _OK: Final = range(200, 300)
 _LOST_STATUS: Final = 502
 _SHORTAGE_STATUS: Final = 503  # of this machine, if the router says it of a request on its way
@@ -70,6 +71,7 @@ class _Exchange:
     """One try of a request on one worker; num_tokens: of its answer, None if there is none."""
 
     decision: Decision
+    path: str
     num_tokens: int | None = None
     renewal: asyncio.TimerHandle | None = None
 
@@ -95,6 +97,8 @@ class Proxy:
         self.counts = defaultdict(WorkerCounts, {name: WorkerCounts() for name in fleet.workers})
         self._router, self._audit, self._fleet, self._upstream = router, audit, fleet, upstream
         self._client_timeout_s = config.client_timeout_s
+        self.is_stopping = False
+        """Whether a request that is cancelled is so because the router stops."""
         self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
@@ -107,7 +111,7 @@ class Proxy:
                 workers -= tried
             if lost and not workers:
                 break
-            exchange = _Exchange(self.book(forward, workers))
+            exchange = _Exchange(self.book(forward, workers), request.path)
             name = exchange.decision.rank.worker
             try:
                 self._renew_in_time(exchange)
@@ -211,10 +215,16 @@ class Proxy:
         try:
             await relay.finish()
         except (LostError, ApiError) as lost:
-            client.end(self._broken(decision.rank.worker, str(lost)))
+            client.end(self._broken(exchange, str(lost)))
             return
         except ConnectionResetError:
             journey.client_left = True
+            return
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                client.abort()
+                raise
+            client.end(error_event(STOPPING, exchange.path))
             return
         except BaseException:
             client.abort()
@@ -230,12 +240,13 @@ class Proxy:
         self._router.first_token(decision.request_id)
         journey.note_first_token()
 
-    def _broken(self, name: str, reason: str) -> bytes:
+    def _broken(self, exchange: _Exchange, reason: str) -> bytes:
+        name = exchange.decision.rank.worker
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)
         self.counts[name].num_broken += 1
         self.note_answer(name, _LOST_STATUS)
         message = "the worker went away in the middle of the answer"
-        return error_event(ApiError(502, message, code="worker_lost"))
+        return error_event(ApiError(502, message, code="worker_lost"), exchange.path)
 
     def _finish(self, exchange: _Exchange) -> None:
         request_id = exchange.decision.request_id
