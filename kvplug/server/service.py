@@ -144,6 +144,8 @@ class RouterService:
     def _make_nginx(self, file: Path, prompts: Prompts) -> NginxFront:
         self.decisions = Decisions(self.router, self.fleet, self.proxy)
         api = self._make_api(prompts, self.decisions)
+        api.application.middlewares.append(self.decisions.middleware)
+        api.admission = self.api.admission  # one limit for both
         return NginxFront(self.config, file, self.decisions, api.application)
 
     def _make_runner(self, prompts: Prompts) -> web.AppRunner:

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvplug.api_errors import ApiError
 from kvplug.server.config import ServerConfig
+from kvplug.server.observability.journey import current
 
 # Of the last so many ends, the pace is taken by which a queue moves.
 _NUM_ENDS: Final = 64
@@ -24,7 +25,7 @@ _RETRY_S: Final = (1, 60)
 
 
 class Admission:
-    """turn: a context within which a request is served.
+    """turn: a context within which a request is served, or handed over to who ends it.
 
     Read: num_in_flight, num_waiting; num_refused by reason.
     """
@@ -52,8 +53,11 @@ class Admission:
         try:
             yield
         finally:
-            self._ends.append(time.monotonic())
-            self._pass_on()
+            current().at_end(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._ends.append(time.monotonic())
+        self._pass_on()
 
     async def _wait(self) -> None:
         if len(self._waiting) >= self._size:

@@ -72,6 +72,7 @@ class Api:
         raw, endpoint = await self._reader.read(request), _ENDPOINTS[request.path]
         current().mark(Step.READ)
         async with self.admission.turn() if endpoint.is_work else nullcontext():
+            current().mark(Step.QUEUE)
             forward = await self._asked.forward_of(raw, endpoint, request.headers)
             return await self._proxy.forward(request, forward)
 

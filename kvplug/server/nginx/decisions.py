@@ -22,6 +22,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from kvplug.api_errors import ApiError
 from kvplug.router.core import Router
@@ -54,21 +55,34 @@ _NAME_TTL_S: Final = 10.0
 class _Placed:
     """A request that nginx has: on which worker, and where it failed before."""
 
-    booked_s: float
     decision: Decision | None = None
     journey: Journey | None = None
+    expiry: asyncio.TimerHandle | None = None
     tried: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
 
 
 class Decisions:
-    """forward, as the Proxy has it: the answer is for nginx. note_end."""
+    """forward, as the Proxy has it: the answer is for nginx. note_end. The application gets its
+    `middleware`.
+    """
 
     def __init__(self, router: Router, fleet: Fleet, proxy: Proxy) -> None:
         self._router, self._fleet, self._proxy = router, fleet, proxy
-        self._placed: OrderedDict[str, _Placed] = OrderedDict()
+        self._placed: dict[str, _Placed] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._addresses: dict[str, tuple[str, float]] = {}
+        self._expiry_s = router.config.request_expiry_s
+
+        @web.middleware
+        async def note_question(request: web.Request, handler: Handler) -> web.StreamResponse:
+            # A request that failed on a worker gives its turn back, before it asks for another.
+            placed = self._placed.get(request.headers.get(REQUEST_ID, ""))
+            if placed is not None and placed.journey is not None:
+                placed.journey.release()
+            return await handler(request)
+
+        self.middleware: Middleware = note_question
 
     def __len__(self) -> int:
         """Number of requests whose end is awaited."""
@@ -77,7 +91,9 @@ class Decisions:
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
         """The worker, in headers; ApiError if there is none."""
         request_id = _id_of(request.headers)
-        placed = self._placed.pop(request_id, None) or _Placed(time.monotonic())
+        placed = self._placed.pop(request_id, None) or _Placed()
+        if placed.expiry is not None:
+            placed.expiry.cancel()
         if placed.decision is not None:
             self._note_failure(placed.decision, placed, request.headers)
         workers = self._fleet.candidates(forward.model) - placed.tried
@@ -114,12 +130,14 @@ class Decisions:
             self._finish(placed)
             raise ApiError(499, "the client left", code="client_left")
         self._placed[request_id] = placed
-        # What was not told to be over is load no more, either.
-        expired_s = time.monotonic() - self._router.config.request_expiry_s
-        while (oldest := next(iter(self._placed))) != request_id:
-            if self._placed[oldest].booked_s > expired_s:
-                return
-            del self._placed[oldest]
+        loop = asyncio.get_running_loop()
+        placed.expiry = loop.call_later(self._expiry_s, self._expire, request_id)
+
+    def _expire(self, request_id: str) -> None:
+        """Nobody told its end: it is load no more, and its turn is another's."""
+        placed = self._placed.pop(request_id)
+        if placed.journey is not None:
+            placed.journey.release()
 
     def _note_unknown(self, request_id: str) -> None:
         self._ended[request_id] = None
@@ -127,7 +145,11 @@ class Decisions:
             self._ended.popitem(last=False)
 
     def _finish(self, placed: _Placed | None) -> None:
-        if placed is not None and placed.decision is not None:
+        if placed is None:
+            return
+        if placed.expiry is not None:
+            placed.expiry.cancel()
+        if placed.decision is not None:
             self._router.finish(placed.decision.request_id)
 
     def _note_failure(
@@ -139,6 +161,7 @@ class Decisions:
         placed.decision = None
         if was_reached and _last(headers.get(STATUS, "")) == "504":
             # It took the request and is silent: sending it elsewhere would do the work twice.
+            self._proxy.note_answer(name, 504)
             raise ApiError(504, "the worker did not answer in time", code="timeout")
         reason = "it went away before it answered" if was_reached else "nginx cannot connect to it"
         self._proxy.note_loss(name, LostError(reason, was_reached=was_reached))

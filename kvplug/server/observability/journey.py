@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from enum import StrEnum
 from time import perf_counter
@@ -34,6 +34,7 @@ class Step(StrEnum):
     """What a request passes, in order; the last two again for each worker that it is sent to."""
 
     READ = "read"  # the body has arrived
+    QUEUE = "queue"  # it has its turn
     PARSE = "parse"
     TOKENIZE = "tokenize"
     DECIDE = "decide"  # hashed, matched, costed, counted as load
@@ -56,7 +57,7 @@ class Journey:
 
     __slots__ = (
         *("_began", "_explains", "_first_token_s", "_last", "_span", "_times", "client_left"),
-        *("decision", "facts", "is_handed_over", "request_id"),
+        *("_at_end", "decision", "facts", "is_handed_over", "request_id"),
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class Journey:
         self.decision: Decision | None = None
         self.facts: dict[str, Any] = {}
         self.is_handed_over = False
+        self._at_end: list[Callable[[], None]] = []
 
     def mark(self, step: Step) -> None:
         """The step is done; it began when the one before was."""
@@ -107,6 +109,19 @@ class Journey:
         """Somebody else ends it, later."""
         self.is_handed_over = True
 
+    def at_end(self, call: Callable[[], None]) -> None:
+        """What its handler does last: now, or when it ends if it is handed over."""
+        if self.is_handed_over:
+            self._at_end.append(call)
+        else:
+            call()
+
+    def release(self) -> None:
+        """Do what was left for its end."""
+        for call in self._at_end:
+            call()
+        self._at_end.clear()
+
     @property
     def headers(self) -> dict[str, str]:
         """Its id; the trace, if there is one, else what the client sent of it stays as it is."""
@@ -127,6 +142,7 @@ class Journey:
 
     def end(self, status: int, total_s: float | None = None) -> None:
         """It is over; `total_s` if somebody knows better how long it took."""
+        self.release()
         status = CLIENT_LEFT if self.client_left else status
         total_s = perf_counter() - self._began if total_s is None else total_s
         self._times.whole.add(total_s)

@@ -1,5 +1,6 @@
 """The router as nginx sees it, without an nginx: a Unix socket, and a port for datagrams."""
 
+import asyncio
 import grp
 import json
 import os
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from kvplug.errors import ConfigError, TransportError
+from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.nginx.ends import End, read
 from kvplug.server.service import RouterService
@@ -22,12 +24,19 @@ WORKER = WorkerSpec(url="http://127.0.0.1:9")
 
 
 @asynccontextmanager
-async def asked_by_nginx(folder, *, host="127.0.0.1", dp_size=None):
+async def asked_by_nginx(
+    folder, *, host="127.0.0.1", dp_size=None, request_expiry_s=600.0, **settings
+):
     """(service, client of its decisions) before one engine."""
     async with served(Engine()) as url:
         worker = WorkerSpec(url=url.replace("127.0.0.1", host), dp_size=dp_size)
         config = ServerConfig(
-            workers=(worker,), port=0, grace_s=0.2, nginx_config=folder / "nginx.conf"
+            workers=(worker,),
+            router=RouterConfig(request_expiry_s=request_expiry_s),
+            port=0,
+            grace_s=0.2,
+            nginx_config=folder / "nginx.conf",
+            **settings,
         )
         connector = aiohttp.UnixConnector(str(folder / "decisions.sock"))
         async with (
@@ -79,6 +88,44 @@ async def test_an_end_that_is_told_before_the_decision_counts(tmp_path):
         assert (len(service.router.load), len(service.decisions)) == (0, 0)
 
 
+async def test_a_request_has_its_turn_until_its_end_is_told(tmp_path):
+    async with asked_by_nginx(tmp_path, max_in_flight=1, queue_size=1) as (service, client):
+        async with ask(client, "a") as answer:
+            assert answer.status == 200
+        second = asyncio.create_task(ask(client, "b").__aenter__())
+        await until(lambda: service.api.admission.num_waiting, "the second one waits")
+        async with ask(client, "c") as answer:
+            assert answer.status == 429
+        async with aiohttp.request("POST", f"{service.url}/v1/completions", json=COMPLETION) as own:
+            assert own.status == 429
+        tell(service, end_of("a"))
+        assert (await second).status == 200
+        tell(service, end_of("b"))
+        await until(lambda: not service.api.admission.num_in_flight, "all turns are over")
+
+
+async def test_a_request_that_asks_again_gives_its_turn_back_first(tmp_path):
+    settings = {"max_in_flight": 1, "queue_timeout_s": 0.1}
+    async with asked_by_nginx(tmp_path, **settings) as (service, client):
+        async with ask(client, "a") as answer:
+            assert answer.status == 200
+        failed = {"X-Kvplug-Status": "200 : 502", "X-Kvplug-Connected": "0.000 : 0.000"}
+        async with ask(client, "a", **failed) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (502, "worker_lost")
+        assert service.api.admission.num_in_flight == 0
+        assert (len(service.router.load), len(service.decisions)) == (0, 0)
+
+
+async def test_a_request_whose_end_is_lost_expires(tmp_path):
+    settings = {"max_in_flight": 1, "request_expiry_s": 0.1}
+    async with asked_by_nginx(tmp_path, **settings) as (service, client):
+        for request_id in ("a", "b"):
+            async with ask(client, request_id) as answer:
+                assert answer.status == 200
+        await until(lambda: not service.api.admission.num_in_flight, "its turn is over")
+        assert len(service.decisions) == 0
+
+
 async def test_a_rank_is_named_and_a_host_looked_up(tmp_path):
     async with asked_by_nginx(tmp_path, host="localhost", dp_size=2) as (service, client):
         [worker] = service.fleet.workers.values()
@@ -95,14 +142,8 @@ async def test_who_is_not_nginx_is_refused(tmp_path):
         assert len(service.router.load) == 0
 
 
-async def test_of_ended_and_lost_requests_few_are_kept(tmp_path):
-    async with asked_by_nginx(tmp_path) as (service, client):
-        async with ask(client, "lost"):
-            pass
-        service.decisions._placed["lost"].booked_s -= service.router.config.request_expiry_s
-        async with ask(client, "next"):
-            pass
-        assert list(service.decisions._placed) == ["next"]
+async def test_of_ended_requests_few_are_kept(tmp_path):
+    async with asked_by_nginx(tmp_path) as (service, _):
         for number in range(10_100):
             service.decisions.note_end(End(str(number), 200))
         assert len(service.decisions._ended) == 10_000
