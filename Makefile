@@ -92,6 +92,11 @@ fuzz: $(READY)  ## damaged event messages for SECONDS (60) each way: nothing rai
 	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
 	$(BIN)/python -m tests.fuzz.guided --seconds $(SECONDS)
 
+.PHONY: fuzz-service
+fuzz-service: EXAMPLES ?= 300
+fuzz-service: $(READY)  ## EXAMPLES (300) of each operation of /openapi.json, valid and not, to a served router: no 500, no traceback
+	$(BIN)/python -m tests.fuzz.service --examples $(EXAMPLES)
+
 .PHONY: bench-ingest
 bench-ingest: $(READY)  ## raw stock frames to the index beside Dynamo's SelectionService, and queries meanwhile; bench-results/ingest.json
 	$(BIN)/python -m tests.benchmarks.ingest
