@@ -26,6 +26,7 @@ from kvplug.server.api.asked import Asked
 from kvplug.server.api.draining import Draining
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.api.reading import BodyReader
+from kvplug.server.api.stored import StoredResponses
 from kvplug.server.config import ServerConfig
 from kvplug.server.control.guard import Guard
 from kvplug.server.control.openapi import openapi_route
@@ -69,6 +70,7 @@ class RouterService:
             started.push_async_callback(asyncio.to_thread, tracer.stop)
             self.following = Following(tracer, explains=self.config.explain_headers)
             self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
+            self._stored = StoredResponses(self.config, self.fleet, upstream)
             self.draining = Draining(self.proxy)
             started.push_async_callback(self.fleet.stop)
             await self.fleet.start()
@@ -125,7 +127,9 @@ class RouterService:
         metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
         metrics.add_times(self.following.times)
         health = Health(self.fleet, self.router, self.audit, self.diagnosis, self._is_draining)
-        api = Api(self.config, self.fleet, forwards, prompts, metrics, health)
+        continuing = self._stored.continuing(forwards)
+        api = Api(self.config, self.fleet, continuing, prompts, metrics, health)
+        api.application.add_routes(self._stored.routes)
         if forwards is self.proxy:
             metrics.add_queue(api.admission)
         self.following.follow(api.application)

@@ -15,10 +15,11 @@ MODEL = "m"
 class Engine:
     """Counts requests and keeps the last one; `behaviour` says what it does with the next.
 
-    ok, refuse, fail, redirect; die before the answer, half of it (in the middle of an event); odd
-    (a header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
-    /health waits. `usage` ends its answers, streamed or not. `says` holds the bodies of further
-    routes, `card` what /v1/models says besides.
+    ok, refuse, fail, redirect; die before the answer, half of it (in the middle of an event);
+    odd (a header of 100 kB); silent, slow (for ever), gated (until `gate`). `is_healthy`:
+    /health waits. `usage` ends its answers, streamed or not. `responses` are stored, `asked`
+    are requests for them. `says` holds the bodies of further routes, `card` what /v1/models
+    says besides.
     """
 
     def __init__(self, models=(MODEL,), adapters=(), owned_by="vllm"):
@@ -30,6 +31,7 @@ class Engine:
         self.is_healthy.set()
         self.num_cancelled, self.usage, self.says = 0, None, {}
         self.card = {}
+        self.responses, self.asked = {}, []
 
     async def health(self, request):
         await self.is_healthy.wait()
@@ -50,6 +52,18 @@ class Engine:
             raise web.HTTPNotFound
         body = self.says[request.path]
         return web.Response(body=body if isinstance(body, bytes) else json.dumps(body).encode())
+
+    async def stored(self, request):
+        self.asked.append((request.method, request.path_qs))
+        if self.behaviour == "die":
+            request.transport.close()
+            await self._wait_for_the_end()
+        response_id = request.match_info["id"]
+        if response_id not in self.responses:
+            return web.json_response({"error": {"message": "not found"}}, status=404)
+        if request.method == "DELETE":
+            return web.json_response(self.responses.pop(response_id))
+        return web.json_response(self.responses[response_id])
 
     async def generate(self, request):
         if request.path in self.says:
@@ -117,6 +131,8 @@ async def served(engine, port=0, *, socket=None, **server):
             web.get("/health", engine.health),
             web.get("/v1/models", engine.list_models),
             *(web.post(each.path, engine.generate) for each in ENDPOINTS),
+            web.route("*", "/v1/responses/{id}", engine.stored),
+            web.post("/v1/responses/{id}/cancel", engine.stored),
             web.route("*", "/{path}", engine.say),
         ]
     )

@@ -8,5 +8,6 @@ asked      a body to all that a decision needs
 reading    the body of a request, within its limits
 bodies     a request's body: what routing needs of it, what it asks for
 prompts    its token ids, from kvplug.tokenization, or the reason why there are none
+stored     responses that one engine has
 sessions   what a request belongs to
 """

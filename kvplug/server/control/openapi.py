@@ -77,7 +77,11 @@ _CONTROL: Final = (
     Operation("PATCH", _ONE_WORKER, "drain it, or change its taints", ChangeWorker, WorkerState),
     Operation("DELETE", _ONE_WORKER, "remove it", statuses=(204,)),
 )
+_ONE_RESPONSE: Final = "/v1/responses/{id}"
 _OWN: Final = (
+    Operation("GET", _ONE_RESPONSE, "a stored response, from the worker that has it", answers=dict),
+    Operation("DELETE", _ONE_RESPONSE, "delete it", answers=dict),
+    Operation("POST", f"{_ONE_RESPONSE}/cancel", "cancel it", answers=dict),
     Operation("GET", "/v1/models", "the models of all workers", answers=dict),
     Operation("GET", "/v1/models/{name}", "one of them", answers=dict),
     Operation("GET", "/health", "whether requests are served", answers=dict, statuses=(200, 503)),
