@@ -181,6 +181,21 @@ class ServerConfig:
         limits=ABOVE_0,
         flag="--ejection-s",
     )
+    migrate_streams: bool = setting(
+        False,
+        "let streams whose worker goes away go on at another one ([which](migration.md#the-"
+        "standalone-router)). The engine is asked for the token ids of each chunk, which vLLM "
+        "gives since 0.10.2; they are taken out again. Off by default: bodies are not sent as "
+        "received then, and a chunk costs the router more",
+        flag="--migrate-streams",
+    )
+    ask_usage: bool = setting(
+        False,
+        "ask engines for the usage of a stream whose client says nothing of `stream_options`, for "
+        "the [audit](audit.md), and take its chunk out again. Off by default: bodies are not sent "
+        "as received then",
+        flag="--ask-usage",
+    )
     request_timeout_s: float = setting(
         600.0,
         "longest silence of a worker within a request; then 504",

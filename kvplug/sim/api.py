@@ -155,7 +155,7 @@ class Api:
     ) -> None:
         async for token in tokens:
             text = self._tokenizer.decode([token.token_id])
-            await response.write(reply.chunk(index, text, token.finish_reason))
+            await response.write(reply.chunk(index, text, token.finish_reason, token.token_id))
 
 
 @web.middleware

@@ -46,6 +46,7 @@ class _Fields(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
     cache_salt: str | None = None
     n: int | None = None
     best_of: int | None = None
@@ -62,6 +63,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool
     is_stream: bool
     includes_usage: bool
+    returns_token_ids: bool = False
 
 
 class AskReader:
@@ -87,6 +89,7 @@ class AskReader:
             is_chat=is_chat,
             is_stream=fields.stream,
             includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+            returns_token_ids=fields.return_token_ids,
         )
 
     def prompts(self, body: Body, *, is_chat: bool) -> tuple[Sequence[int], ...]:
@@ -164,10 +167,10 @@ class Reply:
             "created": int(time.time()),
             "model": ask.model,
         }
-        self._opening = b""
+        self._opening, self._has_prompt_ids = b"", set[int]()
         if ask.is_chat:
             self._opening = self._event(
-                [self._delta(0, {"role": "assistant", "content": ""}, None)]
+                [self._delta(0, {"role": "assistant", "content": ""}, None)], **self._prompt_ids(0)
             )
 
     def whole(self, texts: Sequence[str], requests: Sequence[Request]) -> Json:
@@ -176,12 +179,21 @@ class Reply:
         choices = [self._choice(i, text, "length") for i, text in enumerate(texts)]
         return {**self._head, "object": kind, "choices": choices, "usage": usage(requests)}
 
-    def chunk(self, index: int, text: str, finish_reason: str | None) -> bytes:
+    def chunk(self, index: int, text: str, finish_reason: str | None, token_id: int) -> bytes:
         """One token of a stream; in a chat the role goes out with the first one, as in vLLM."""
+        ids: Json = {"token_ids": [token_id]} if self._ask.returns_token_ids else {}
         if not self._ask.is_chat:
-            return self._event([self._completion(index, text, finish_reason)])
+            ids |= self._prompt_ids(index)
+            return self._event([{**self._completion(index, text, finish_reason), **ids}])
         opening, self._opening = self._opening, b""
-        return opening + self._event([self._delta(index, {"content": text}, finish_reason)])
+        return opening + self._event([self._delta(index, {"content": text}, finish_reason) | ids])
+
+    def _prompt_ids(self, index: int) -> Json:
+        """With the first chunk of each prompt, if they are asked for, as in vLLM."""
+        if not self._ask.returns_token_ids or index in self._has_prompt_ids:
+            return {}
+        self._has_prompt_ids.add(index)
+        return {"prompt_token_ids": list(self._ask.prompts[index])}
 
     def closing(self, requests: Sequence[Request]) -> bytes:
         """What a stream ends with: the usage, if it was asked for."""

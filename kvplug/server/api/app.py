@@ -22,7 +22,7 @@ from kvplug.server.config import ServerConfig
 from kvplug.server.observability.health import Health
 from kvplug.server.observability.journey import Step, current
 from kvplug.server.observability.metrics import Metrics
-from kvplug.server.proxy.forwarding import Forward
+from kvplug.server.proxy.asked import Forward
 from kvplug.server.workers.fleet import Fleet
 from kvplug.setting import shown
 

@@ -27,9 +27,12 @@ from kvplug.server.api.prompts import Prompts, Reason
 from kvplug.server.api.sessions import session_of
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.journey import Step, current
-from kvplug.server.proxy.forwarding import Forward
+from kvplug.server.proxy.additions import CONTINUED, Additions, usage_to_ask
+from kvplug.server.proxy.asked import Forward
+from kvplug.server.proxy.continuation import Continuation, is_continued
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.model_cards import Served
+from kvplug.tokenization.prompt_kind import PromptKind
 from kvplug.tokenization.prompt_tokenizer import Extent, PromptIds
 
 WORKER_HEADER: Final = "x-kvplug-worker"
@@ -43,6 +46,7 @@ class Asked:
         self._fleet, self._prompts = fleet, prompts
         self._uses_sessions = config.router.mode == "rendezvous_hash"
         self._is_direct = config.router.mode == "direct"
+        self._migrates, self._asks_usage = config.migrate_streams, config.ask_usage
         self._engine_wait_s = config.engine_wait_timeout_s
 
     async def forward_of(
@@ -56,6 +60,8 @@ class Asked:
         current().mark(Step.PARSE)
         prompt = await self.tokens_of(body, (model, served), endpoint, len(raw))
         current().mark(Step.TOKENIZE)
+        continuation = self._continuation_of(body, model, endpoint)
+        asks_usage = self._asks_usage and endpoint.path in CONTINUED and usage_to_ask(body)
         return Forward(
             model=model,
             body=raw,
@@ -66,7 +72,16 @@ class Asked:
             unauditable=unauditable(body) or _part_of(prompt),
             session=session_of(headers, body, raw) if self._uses_sessions else "",
             worker=headers.get(WORKER_HEADER, "") if self._is_direct else "",
+            additions=Additions(usage=asks_usage, token_ids=continuation is not None),
+            continuation=continuation,
         )
+
+    def _continuation_of(self, body: Body, model: str, endpoint: Endpoint) -> Continuation | None:
+        if not self._migrates or endpoint.path not in CONTINUED or not is_continued(body):
+            return None
+        longest = self._fleet.cards().get(model, {}).get("max_model_len")
+        is_chat = endpoint.kind is PromptKind.CHAT
+        return Continuation(body, is_chat=is_chat, longest=longest)
 
     async def tokens_of(
         self, body: Body, asked: tuple[str, Served], endpoint: Endpoint, size: int

@@ -22,9 +22,9 @@ from kvplug.api_errors import ApiError
 from kvplug.server.api.app import Forwards
 from kvplug.server.config import ServerConfig
 from kvplug.server.proxy.answers import is_event_stream
+from kvplug.server.proxy.asked import Forward
 from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import LostError
-from kvplug.server.proxy.forwarding import Forward
 from kvplug.server.proxy.relay import Relay
 from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
 from kvplug.server.workers.fleet import Fleet

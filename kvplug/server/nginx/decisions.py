@@ -38,8 +38,9 @@ from kvplug.server.nginx.configuration import (
 )
 from kvplug.server.nginx.ends import End
 from kvplug.server.observability.journey import Journey, current
+from kvplug.server.proxy.asked import Forward
 from kvplug.server.proxy.connection import LostError
-from kvplug.server.proxy.forwarding import Forward, Proxy
+from kvplug.server.proxy.forwarding import Proxy
 from kvplug.server.worker_spec import socket_of
 from kvplug.server.workers.fleet import Fleet
 

@@ -36,6 +36,10 @@ _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
     ),
     "kvplug_requests_lost": ("requests that the worker did not answer", lambda c: c.num_lost),
     "kvplug_requests_broken": ("answers that ended halfway", lambda c: c.num_broken),
+    "kvplug_requests_migrated": (
+        "streams that went on at the worker, as another one had broken off",
+        lambda c: c.num_migrated,
+    ),
     "kvplug_worker_ejections": ("times that the worker was left out", lambda c: c.num_ejections),
 }
 _OF_FOLLOWER: dict[str, tuple[str, Callable[[Follower], int]]] = {

@@ -73,10 +73,11 @@ class ClientAnswer(web.StreamResponse):
 
     def end(self, last: bytes) -> None:
         """The last part, which may be empty."""
-        if last or self._head:
+        if last:
             self.add(last)
-        if self._is_chunked:
-            self._to.write(b"0\r\n\r\n")
+        end = self._head + (b"0\r\n\r\n" if self._is_chunked else b"")
+        if end:
+            self._to.write(end)
 
     def abort(self) -> None:
         """Break it off, so that nobody takes what there is for all of it."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from aiohttp import web
@@ -21,16 +21,16 @@ from aiohttp import web
 from kvplug.api_errors import ApiError, error_event
 from kvplug.audit.audit import Audit
 from kvplug.errors import NoWorkerError
-from kvplug.events import Namespace
-from kvplug.hashing import Tokens
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.journey import Journey, current
 from kvplug.server.proxy.answers import is_event_stream
+from kvplug.server.proxy.asked import Forward
 from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import Connection, LostError
-from kvplug.server.proxy.relay import Relay
+from kvplug.server.proxy.migrating import Broken, Migrating
+from kvplug.server.proxy.relay import Relay, Shape
 from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
 from kvplug.server.proxy.usage import usage_of
 from kvplug.server.workers.fleet import Fleet
@@ -47,31 +47,17 @@ _SHORTAGE_STATUS: Final = 503  # of this machine, if the router says it of a req
 _FAULTS: Final = frozenset((500, 502, 503, 504))
 
 
-class Forward(NamedTuple):
-    """What to send on: the raw body, and what the router knows of it.
-
-    max_tokens: how long the answer may get; streams: whether it comes token by token.
-    unauditable: why the answer's usage would not tell about the prefix, or None. session, worker:
-    what the request belongs to, and the only worker that it may go to, if the mode asks for it.
-    """
-
-    model: str
-    body: bytes
-    tokens: Tokens | None
-    namespace: Namespace
-    max_tokens: int | None
-    streams: bool
-    unauditable: str | None
-    session: str = ""
-    worker: str = ""
+_BROKEN: Final = ApiError(
+    502, "the worker went away in the middle of the answer", code="worker_lost"
+)
 
 
 @dataclass(slots=True)
 class _Exchange:
     """One try of a request on one worker; num_tokens: of its answer, None if there is none."""
 
+    forward: Forward
     decision: Decision
-    path: str
     num_tokens: int | None = None
     renewal: asyncio.TimerHandle | None = None
 
@@ -85,6 +71,7 @@ class WorkerCounts:
     num_cached_tokens: int = 0  # as the router expected them
     num_lost: int = 0  # before an answer: sent elsewhere
     num_broken: int = 0  # in the middle of an answer
+    num_migrated: int = 0  # to it, in the middle of an answer
     num_ejections: int = 0
 
 
@@ -99,6 +86,9 @@ class Proxy:
         self._client_timeout_s = config.client_timeout_s
         self.is_stopping = False
         """Whether a request that is cancelled is so because the router stops."""
+        self._migrating = Migrating(
+            router, fleet, upstream, on_move=self._note_moved, on_loss=self._note_broken
+        )
         self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
@@ -111,11 +101,11 @@ class Proxy:
                 workers -= tried
             if lost and not workers:
                 break
-            exchange = _Exchange(self.book(forward, workers), request.path)
+            exchange = _Exchange(forward, self.book(forward, workers))
             name = exchange.decision.rank.worker
             try:
                 self._renew_in_time(exchange)
-                return await self._exchange(request, forward, exchange)
+                return await self._exchange(request, exchange)
             except LostError as error:
                 self.note_loss(name, error)
                 tried.add(name)
@@ -185,17 +175,16 @@ class Proxy:
         current().note_decision(decision, forward.model, len(tokens))
         return decision
 
-    async def _exchange(
-        self, request: web.Request, forward: Forward, exchange: _Exchange
-    ) -> web.StreamResponse:
-        decision = exchange.decision
+    async def _exchange(self, request: web.Request, exchange: _Exchange) -> web.StreamResponse:
+        decision, forward = exchange.decision, exchange.forward
         name, dp_rank = decision.rank.worker, decision.rank.dp_rank
         named = dp_rank if self._fleet.has_ranks(name) else None
-        outgoing = Outgoing(self._fleet.url_of(name), named, request, forward.body)
+        body = forward.additions.in_body(forward.body)
+        outgoing = Outgoing(self._fleet.url_of(name), named, request, body)
         client = ClientAnswer(request, self._client_timeout_s)
         async with self._upstream.post(outgoing) as answer:
             if is_event_stream(answer.headers):
-                await self._stream(answer, client, exchange)
+                await self._stream(answer, client, exchange, outgoing)
                 return client
             body = await answer.whole()
             if answer.status in _OK:
@@ -208,15 +197,15 @@ class Proxy:
         await client.send(status, headers, body)
         return client
 
-    async def _stream(self, answer: Connection, client: ClientAnswer, exchange: _Exchange) -> None:
+    async def _stream(
+        self, answer: Connection, client: ClientAnswer, exchange: _Exchange, outgoing: Outgoing
+    ) -> None:
         decision, journey = exchange.decision, current()
-        relay = Relay(answer, client, lambda: self._note_first_token(decision, journey))
+        note_first = lambda: self._note_first_token(decision, journey)  # noqa: E731
+        relay = Relay(answer, client, note_first, _shape_of(exchange.forward))
         await relay.begin()
         try:
-            await relay.finish()
-        except (LostError, ApiError) as lost:
-            client.end(self._broken(exchange, str(lost)))
-            return
+            await self._to_its_end(relay, exchange, outgoing)
         except ConnectionResetError:
             journey.client_left = True
             return
@@ -224,15 +213,32 @@ class Proxy:
             if not self.is_stopping:
                 client.abort()
                 raise
-            client.end(error_event(STOPPING, exchange.path))
+            client.end(error_event(STOPPING, outgoing.client.path))
             return
         except BaseException:
             client.abort()
             raise
-        self.note_answer(decision.rank.worker, answer.status)
-        if answer.status in _OK:
-            exchange.num_tokens = relay.stream.num_tokens
+        if exchange.num_tokens is not None:
             journey.note_tokens(exchange.num_tokens)
+
+    async def _to_its_end(self, relay: Relay, exchange: _Exchange, outgoing: Outgoing) -> None:
+        """Of a stream, wherever it goes on."""
+        forward, decision = exchange.forward, exchange.decision
+        try:
+            status = await relay.finish()
+        except (LostError, ApiError) as lost:
+            self._note_broken(decision.rank.worker, str(lost))
+            continuation = forward.continuation
+            if continuation is None or not await self._migrating.go_on(
+                Broken(forward, outgoing, decision, relay, continuation)
+            ):
+                relay.close(error_event(_BROKEN, outgoing.client.path))
+                return
+            exchange.num_tokens = continuation.num_tokens
+            return
+        self.note_answer(decision.rank.worker, status)
+        if status in _OK:
+            exchange.num_tokens = relay.stream.num_tokens
             self._audit.answered(decision.request_id, relay.stream.usage())
 
     def _note_first_token(self, decision: Decision, journey: Journey) -> None:
@@ -240,13 +246,15 @@ class Proxy:
         self._router.first_token(decision.request_id)
         journey.note_first_token()
 
-    def _broken(self, exchange: _Exchange, reason: str) -> bytes:
-        name = exchange.decision.rank.worker
+    def _note_broken(self, name: str, reason: str) -> None:
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)
         self.counts[name].num_broken += 1
         self.note_answer(name, _LOST_STATUS)
-        message = "the worker went away in the middle of the answer"
-        return error_event(ApiError(502, message, code="worker_lost"), exchange.path)
+
+    def _note_moved(self, name: str) -> None:
+        self.counts[name].num_requests += 1
+        self.counts[name].num_migrated += 1
+        self._fleet.ejections.note_sent(name)
 
     def _finish(self, exchange: _Exchange) -> None:
         request_id = exchange.decision.request_id
@@ -255,6 +263,19 @@ class Proxy:
         self._audit.abandon(request_id, "no_whole_answer")
         if not self._router.finish(request_id, exchange.num_tokens):
             logger.debug("request %s had expired", request_id)
+
+
+def _shape_of(forward: Forward) -> Shape | None:
+    """What is done to the events of an answer; nothing by default."""
+    additions, continuation = forward.additions, forward.continuation
+    if continuation is None:
+        return additions.taken_out if any(additions) else None
+
+    def shape(events: bytes) -> bytes:
+        continuation.note(events)
+        return additions.taken_out(events)
+
+    return shape
 
 
 def _api_error_of(error: NoWorkerError, forward: Forward) -> ApiError:

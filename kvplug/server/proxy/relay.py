@@ -18,16 +18,26 @@ from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import Connection
 from kvplug.server.proxy.upstream import passed_on
 
+Shape = Callable[[bytes], bytes]
+
 logger = logging.getLogger(__name__)
 
 
 class Relay:
-    """begin, then finish. `stream` is what the answer has said."""
+    """begin, then finish; if that fails, go_on or close. `stream` is what the answer has said.
+
+    `shape`: whole events of the worker to what the client gets of them, which may be nothing.
+    """
 
     def __init__(
-        self, worker: Connection, client: ClientAnswer, on_first_token: Callable[[], object]
+        self,
+        worker: Connection,
+        client: ClientAnswer,
+        on_first_token: Callable[[], object],
+        shape: Shape | None = None,
     ) -> None:
         self.stream = Stream()
+        self._shape = shape
         self._worker, self._client, self._on_first_token = worker, client, on_first_token
         self._events = WholeEvents()
 
@@ -42,8 +52,10 @@ class Relay:
         self._client.begin(worker.status, passed_on(worker.headers))
         self._pass(first)
 
-    async def finish(self) -> None:
-        """All other parts. LostError, ApiError if the worker breaks off."""
+    async def finish(self) -> int:
+        """All other parts; the status of the answer. LostError, ApiError if the worker breaks
+        off.
+        """
         worker, client = self._worker, self._client
         worker.pass_parts(self._pass)
         while not worker.has_ended:
@@ -52,6 +64,18 @@ class Relay:
                 await client.caught_up()
             worker.resume()
         client.end(self._events.take_begun())
+        return worker.status
+
+    async def go_on(self, worker: Connection, shape: Shape) -> None:
+        """The rest, from another worker. LostError, ApiError if that one breaks off, too."""
+        self._worker, self._shape, self._events = worker, shape, WholeEvents()
+        if part := worker.take():
+            self._pass(part)
+        await self.finish()
+
+    def close(self, events: bytes) -> None:
+        """End with these."""
+        self._client.end(events)
 
     def _pass(self, part: bytes) -> None:
         whole = self._events.add(part)
@@ -59,6 +83,8 @@ class Relay:
             return
         if self.stream.add(whole):
             self._on_first_token()
+        if self._shape is not None and not (whole := self._shape(whole)):
+            return
         self._client.add(whole)
         if self._client.is_behind:
             self._worker.pause()

@@ -45,12 +45,15 @@ _RANK: Final = RANK_HEADER.encode()
 
 
 class Outgoing(NamedTuple):
-    """A client's request on its way to a worker; `dp_rank`: None if the worker has one rank."""
+    """A client's request on its way to a worker; `dp_rank`: None if the worker has one rank;
+    `path`: if it is not the client's.
+    """
 
     worker: str
     dp_rank: int | None
     client: web.Request
     body: bytes
+    path: str = ""
 
 
 class _Address(NamedTuple):
@@ -181,7 +184,7 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 def _head_of(request: Outgoing, address: _Address) -> bytes:
     client, replaced = request.client, _REPLACED
-    target = f"{address.prefix}{client.path_qs}".encode()
+    target = f"{address.prefix}{request.path or client.path_qs}".encode()
     head = b"%s %s HTTP/1.1\r\nHost: %s\r\nContent-Length: %d\r\nAccept-Encoding: identity\r\n" % (
         client.method.encode(),
         target,
