@@ -99,7 +99,7 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
   access_log syslog:server={self.ends},nohostname,tag=kvplug kvplug;
   upstream kvplug_router {{
     server unix:{self.decisions};
-    keepalive 64;
+    keepalive 256;
     keepalive_timeout {_time(kept_s)};
   }}
   # A client's own, if it is sane.

@@ -26,6 +26,8 @@ from kvplug.server.nginx.ends import Ends
 
 logger = logging.getLogger(__name__)
 
+# A Unix socket refuses beyond it at once. Linux cuts it to net.core.somaxconn, by default 4,096.
+_BACKLOG: Final = 2**16
 _MAX_FILES: Final = 2**16
 
 
@@ -64,7 +66,7 @@ class NginxFront:
             with listening_on(str(self._socket_path), 0):
                 listening = _bound(self._socket_path, self._config.nginx_group)
             started.callback(self._socket_path.unlink, missing_ok=True)
-            await web.SockSite(self._runner, listening, backlog=1024).start()
+            await web.SockSite(self._runner, listening, backlog=_BACKLOG).start()
             self._write(port)
             self._started = started.pop_all()
 

@@ -22,19 +22,23 @@ COMPLETION = {"model": "m", "prompt": [1, 2, 3, 4, 5]}
 STREAM = {**COMPLETION, "stream": True}
 
 
-@asynccontextmanager
-async def fronted(folder, urls, *, mode="kv", **settings):
-    """nginx before a router before these engines: (service, client of nginx)."""
-    port = free_port()
-    config = ServerConfig(
+def configured(folder, urls, nginx_port, *, mode="kv", **settings):
+    """A router before these engines, for an nginx at this port."""
+    return ServerConfig(
         workers=tuple(WorkerSpec(url=url) for url in urls),
-        port=0,
         router=RouterConfig(block_size=4, mode=mode),
         grace_s=0.2,
         nginx_config=folder / "nginx.conf",
-        nginx_listen=f"127.0.0.1:{port}",
-        **{"health_interval_s": 0.05, **settings},
+        nginx_listen=f"127.0.0.1:{nginx_port}",
+        **{"port": 0, "health_interval_s": 0.05, **settings},
     )
+
+
+@asynccontextmanager
+async def fronted(folder, urls, **settings):
+    """nginx before a router before these engines: (service, client of nginx)."""
+    port = free_port()
+    config = configured(folder, urls, port, **settings)
     async with (
         RouterService(config) as service,
         running(folder / "nginx.conf", port),
@@ -256,6 +260,28 @@ async def test_a_client_cannot_speak_for_nginx(tmp_path):
 async def test_models_are_listed(tmp_path):
     async with fronting(tmp_path, Engine()) as (_, client), client.get("/v1/models") as response:
         assert [card["id"] for card in (await response.json())["data"]] == ["m"]
+
+
+async def test_a_restart_of_the_router_breaks_no_stream(tmp_path):
+    engine, port = Engine(), free_port()
+    engine.behaviour = "gated"
+    async with served(engine) as url:
+        config = configured(tmp_path, [url], port, port=free_port())
+        first = await RouterService(config).__aenter__()
+        async with (
+            running(tmp_path / "nginx.conf", port),
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+            client.post("/v1/completions", json=STREAM) as streamed,
+        ):
+            await streamed.content.readline()
+            await first.__aexit__(None, None, None)
+            async with RouterService(config) as second:
+                engine.gate.set()
+                assert (await streamed.read()).endswith(b"data: [DONE]\n\n")
+                async with client.post("/v1/completions", json=STREAM) as response:
+                    await response.read()
+                    assert response.status == 200
+                await is_idle(second)
 
 
 async def test_without_the_router_nginx_says_so(tmp_path):
