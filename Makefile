@@ -72,6 +72,11 @@ test-releases: $(READY)  ## the recorder's events beside vLLM's own in each rele
 bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json
 	$(BIN)/python -m tests.benchmarks.router $(if $(ONLY),--only $(ONLY))
 
+.PHONY: bench-shared
+bench-shared: KILLS ?= 1000
+bench-shared: $(READY)  ## one index for several processes: decisions with 1 and 2, reads beside a writer at full speed, KILLS (1000) of writer and readers; bench-results/shared.json
+	$(BIN)/python -m tests.benchmarks.shared --kills $(KILLS)
+
 .PHONY: differential
 differential: STATES ?= 1000
 differential: $(READY)  ## cost and choice beside Dynamo's SelectionService in STATES (1000) random states of each settings; ONLY=name,name; bench-results/differential.json

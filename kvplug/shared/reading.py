@@ -73,6 +73,11 @@ class ReadingRouter(Router):
         return bool(self._attached_fleet.attached) and not self._attached_fleet.is_behind
 
     @property
+    def generation(self) -> int:
+        """Of the arrays that are in use; each writer's are later than those of the one before."""
+        return int(self._attached_fleet.reads[matching.SEEN])
+
+    @property
     def num_reads(self) -> int:
         """How often the index was asked."""
         return int(self._attached_fleet.reads[matching.NUM_READS])
