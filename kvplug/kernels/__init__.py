@@ -28,6 +28,7 @@ made of parts of those:
     expiring        blocks that a rank is expected to hold for a while
     active_blocks   blocks of live requests, by rank
     forecast        what the cache of a rank will hold once it has served its queue
+    peer_load       what several processes are busy with, as one load
     candidates      ranks by what they are busy with
     scoring         a request -> what it costs on each candidate
     routing         requests -> ranks, in one call

@@ -73,15 +73,18 @@ def claim(names: U64, name: np.uint64) -> Index:
     return np.int64(NO_SLOT)
 
 
-@kernel(void(writes(u8), reads(u8)))
-def push(ring: U64, words: U64) -> None:
-    """Write words, fewer than the ring has."""
+@kernel(void(writes(u8), reads(u8), reads(u8)))
+def push(ring: U64, first: U64, words: U64) -> None:
+    """Write the first words and the others behind them, together fewer than the ring has."""
     head, mask = load_acquire(ring, HEAD), np.uint64(len(ring) - RING_HEADER) - _1
-    end = head + np.uint64(len(words))
+    behind = head + np.uint64(len(first))
+    end = behind + np.uint64(len(words))
     store_release(ring, RESERVED, end)
     fence()
+    for i in range(len(first)):
+        ring[np.int64((head + np.uint64(i)) & mask) + RING_HEADER] = first[i]
     for i in range(len(words)):
-        ring[np.int64((head + np.uint64(i)) & mask) + RING_HEADER] = words[i]
+        ring[np.int64((behind + np.uint64(i)) & mask) + RING_HEADER] = words[i]
     store_release(ring, HEAD, end)
 
 

@@ -19,7 +19,8 @@ from kvplug.errors import UnknownRequestError
 from kvplug.hashing import Hashes
 from kvplug.index.arrays import ArrayVersion
 from kvplug.index.hash_table import HashTable
-from kvplug.kernels import active_blocks, costing, forecast
+from kvplug.kernels import active_blocks, costing, forecast, peer_load
+from kvplug.kernels.peer_load import NUM_BUSY
 from kvplug.router.cache_forecast import CacheForecast
 from kvplug.router.output_blocks import OutputBlocks, OutputShare
 from kvplug.router.reported_load import NO_OTHERS, OthersLoad, ReportedLoad, others_of
@@ -30,9 +31,6 @@ F64 = npt.NDArray[np.float64]
 
 _POPULAR = 4096  # prefixes that are counted at a time
 _WAITING_COLUMNS = [costing.WAITING_MS, costing.PREFILL_TOKENS, costing.COMING_BLOCKS]
-NUM_BUSY = costing.RESIDENT_BLOCKS
-"""How many of the columns say what a rank is busy with: the first ones."""
-_FIRST_COLUMNS = [costing.FIRST_MS, costing.FIRST_SINCE_MS]
 # Where the load of others is counted beside the router's own.
 _OTHERS_COLUMNS = (
     (costing.NUM_RUNNING, "num_in_flight"),
@@ -107,7 +105,7 @@ class ActiveLoad:
         self.forecast = CacheForecast(self.version)
         self.ranks: F64 = np.zeros((0, costing.NUM_COLUMNS))
         self.peers: F64 = np.zeros((0, NUM_BUSY))
-        self._has_peers = False
+        self._has_peers, self._scratch = False, np.zeros(NUM_BUSY)
         self.popular_keys: U64 = np.zeros(_POPULAR, dtype=np.uint64)
         self.popular_counts: F64 = np.zeros(2 * _POPULAR)
         self._expiry_s = request_expiry_s
@@ -348,28 +346,18 @@ class ActiveLoad:
         if number in self._others_first or not self._waiting[number]:
             self._put_first(number, now_s)
 
-    def own_rows(self) -> F64:
-        """float64[ranks, NUM_BUSY]: what the ranks are busy with because of this process."""
-        rows = self.ranks[:, :NUM_BUSY] - self.peers
-        rows[:, _FIRST_COLUMNS] = self.ranks[:, _FIRST_COLUMNS]
-        return rows
-
-    def set_peers(self, rows: F64) -> None:
-        """float64[ranks, NUM_BUSY]: what they are busy with because of the other processes of this
-        router, which counts beside its own; the first columns of each rank's oldest request there.
+    def set_peers(self, rows: F64, own: int, num_processes: int, slots: I64) -> None:
+        """Count what the other processes of this router have sent beside its own, as they show it
+        in `rows` (kernels/peer_load.py).
         """
         self._has_peers = True
-        changed = np.flatnonzero((rows != self.peers).any(axis=1)).tolist()
-        for number in changed:
-            row, peers = self.ranks[number], rows[number]
-            own = row[:NUM_BUSY] - self.peers[number]
-            if not self._waiting[number] and number not in self._others:
-                own[_WAITING_COLUMNS] = 0.0  # not what rounding has left
-                row[_FIRST_COLUMNS] = peers[_FIRST_COLUMNS]
-            first = row[_FIRST_COLUMNS]
-            row[:NUM_BUSY] = own + peers
-            row[_FIRST_COLUMNS] = first
-            self.peers[number] = peers
+        ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
+        peer_load.take(rows, own, num_processes, slots, ranks, peers, self._scratch)
+
+    def show_own(self, slots: I64, out_rows: F64) -> bool:
+        """Show them what this process has sent there; whether that has changed."""
+        ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
+        return bool(peer_load.show(slots, ranks, peers, out_rows))
 
     def others(self, number: int) -> OthersLoad:
         """Of the rank, as reported last."""
@@ -434,7 +422,8 @@ class ActiveLoad:
             others = self._others.get(number, NO_OTHERS)
             row[_WAITING_COLUMNS] = others.ms, others.tokens, others.coming
             if self._has_peers:
-                row[_WAITING_COLUMNS] += self.peers[number, _WAITING_COLUMNS]
+                for column in _WAITING_COLUMNS:
+                    row[column] += self.peers[number, column]
         if was_first and number not in self._others_first and (waiting or number in self._others):
             self._put_first(number, now_s)
         if self.counts_sent:

@@ -18,15 +18,17 @@ from kvplug.events import Rank
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.prefix_query import SharedReads
 from kvplug.kernels import matching
+from kvplug.kernels.peer_load import CONFIDENCE, FACT_WIDTH
 from kvplug.kernels.versioned import GENERATION
 from kvplug.router.fleet_index import FleetIndex, FleetOptions, Member
 from kvplug.router.index_group import Blocks, IndexGroup
 from kvplug.shared import layout, pages
 from kvplug.shared.folder import SharedFolder
-from kvplug.shared.pages import CONFIDENCE, FACT_WIDTH, SHARED_ARRAYS, PageIndex
+from kvplug.shared.pages import SHARED_ARRAYS, PageIndex
 
 U64 = npt.NDArray[np.uint64]
 F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 
 _MAX_TRIES = 16  # a writer that grows all the time may have moved on each time
 
@@ -35,11 +37,18 @@ class Attached:
     """One index of the writer: the group that queries use, and facts of its ranks, by number."""
 
     def __init__(self, group: IndexGroup, facts: F64) -> None:
-        self.group, self.facts = group, facts.reshape(-1, FACT_WIDTH)
+        self.group, self.facts = group, facts
+        self._own_numbers = np.arange(len(group.index.numbers.ranks))
+
+    @property
+    def fleet_numbers(self) -> I64:
+        """int64[ranks of the index]: the number of each in the fleet, -1 for none."""
+        known = self.group.fleet_numbers
+        return self._own_numbers if known is None else known
 
     def apply_confidence(self) -> None:
         """What the blocks of its ranks are worth now."""
-        said = self.facts[:, CONFIDENCE]
+        said = self.facts[CONFIDENCE::FACT_WIDTH]
         for number in np.flatnonzero(said != self.group.index.confidence).tolist():
             rank = self.group.index.numbers.ranks[number]
             if rank is not None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from kvplug.kernels.peer_load import ROW_WIDTH
+
 CONTROL: Final = "control"
 NAMES: Final = "names"
 LOAD: Final = "load"
@@ -22,8 +24,6 @@ WRITER_LOCK: Final = "writer.lock"
 
 NUM_SLOTS: Final = 4096
 """Of ranks; a slot stays with its rank."""
-ROW_WIDTH: Final = 16
-"""Words of a rank's row: kvplug/router/load.py, NUM_BUSY, and room."""
 LINE_WIDTH: Final = 8
 NEWS_WORDS: Final = 2**18
 """2 MiB for each process: 40 prompts of 100,000 tokens in blocks of 16."""

@@ -20,9 +20,6 @@ from kvplug.router.index_group import IndexGroup
 
 SHARED_ARRAYS: Final = ("table", "runs", "bits", "header")
 """Of index/block_store.py, ARRAYS: those that queries read."""
-RESIDENT, CAPACITY, CONFIDENCE, FACT_WIDTH = range(4)
-"""Of each rank, float64: blocks on its device and room for how many (kernels/costing.py), what its
-blocks are worth. They change in place."""
 
 
 class PagePool(msgspec.Struct, frozen=True, array_like=True):
@@ -51,7 +48,7 @@ class PageRank(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """One index. arrays: the files of SHARED_ARRAYS; facts: of float64[ranks * FACT_WIDTH]; ranks,
+    """One index. arrays: the files of SHARED_ARRAYS; facts: that of kernels/peer_load.py; ranks,
     owner, num_recomputed: by number.
     """
 

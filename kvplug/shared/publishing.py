@@ -26,6 +26,7 @@ from kvplug.errors import SharedMemoryError
 from kvplug.events import Rank
 from kvplug.index.apply_result import ApplyResult
 from kvplug.kernels import costing, versioned
+from kvplug.kernels.peer_load import CAPACITY, CONFIDENCE, FACT_WIDTH, RESIDENT
 from kvplug.kernels.versioned import GENERATION, VERSION
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
@@ -33,7 +34,7 @@ from kvplug.router.fleet_index import FleetIndex
 from kvplug.router.index_group import IndexGroup
 from kvplug.shared import layout, pages
 from kvplug.shared.folder import SharedFolder
-from kvplug.shared.pages import CAPACITY, CONFIDENCE, FACT_WIDTH, RESIDENT, Page, PageIndex
+from kvplug.shared.pages import Page, PageIndex
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.events import Rank
-from kvplug.kernels import costing, matching
+from kvplug.kernels import costing, matching, peer_load
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
 from kvplug.router.decider import Decision
@@ -29,9 +29,8 @@ from kvplug.router.fleet_index import FleetOptions
 from kvplug.router.load import ActiveRequest
 from kvplug.router.observer import RouterObserver
 from kvplug.router.query_first_lock import QueryFirstLock
-from kvplug.shared.attached import AttachedFleet
+from kvplug.shared.attached import Attached, AttachedFleet
 from kvplug.shared.folder import SharedFolder
-from kvplug.shared.pages import CAPACITY, RESIDENT
 from kvplug.shared.peers import Peers, Place, Sent
 
 U64 = npt.NDArray[np.uint64]
@@ -118,32 +117,31 @@ class ReadingRouter(Router):
         """As `take_news`; the lock is held."""
         if self._attached_fleet.is_behind and self._attached_fleet.attach():
             self._fleet_changed()
-        self._take_facts()
-        if self.peers.have_changed():
-            self.load.set_peers(self.peers.rows(self._slots))
-            self._decider.note_last_request(self.peers.last_ms)
-        for sent in self.peers.news():
+        for attached in self._attached_fleet.attached:
+            if attached.group in self.fleet_index.groups:  # else none of its workers is known here
+                self._take_facts(attached)
+        peers = self.peers
+        if peers.have_changed():
+            place = peers.place
+            self.load.set_peers(peers.rows, place.number, place.num_processes, self._slots)
+            self._decider.note_last_request(peers.last_ms)
+        for sent in peers.news():
             self._note_sent(sent)
 
     def show_load(self) -> None:
         """The others can see what this process is busy with; the lock is held."""
-        self.peers.put(self._slots, self.load.own_rows(), self._last_ms)
+        if self.load.show_own(self._slots, self.peers.own_rows):
+            self.peers.note_change(self._last_ms)
 
-    def _take_facts(self) -> None:
-        for attached in self._attached_fleet.attached:
-            if attached.group not in self.fleet_index.groups:
-                continue  # none of its workers is known here
+    def _take_facts(self, attached: Attached) -> None:
+        index, ranks = attached.group.index, self.load.ranks.reshape(-1)
+        changed = peer_load.take_facts(
+            attached.facts, attached.fleet_numbers, ranks, index.confidence
+        )
+        if changed & peer_load.HAS_CAPACITY:
+            self.load.version.count += 1  # the usual capacity may be another one
+        if changed & peer_load.HAS_CONFIDENCE:
             attached.apply_confidence()
-            numbers = attached.group.fleet_numbers
-            facts, ranks = attached.facts, self.load.ranks
-            if numbers is None:
-                numbers = np.arange(len(facts))
-            here = numbers >= 0
-            ranks[numbers[here], costing.RESIDENT_BLOCKS] = facts[here, RESIDENT]
-            capacities = facts[here, CAPACITY]
-            if not np.array_equal(ranks[numbers[here], costing.CAPACITY_BLOCKS], capacities):
-                ranks[numbers[here], costing.CAPACITY_BLOCKS] = capacities
-                self.load.version.count += 1  # the usual capacity may have changed
 
     def _note_sent(self, sent: Sent) -> None:
         if sent.rank not in self.fleet_index.numbers:
@@ -164,8 +162,8 @@ class ReadingRouter(Router):
     def _fleet_changed(self) -> None:
         super()._fleet_changed()
         ranks = self.fleet_index.numbers.ranks
-        self._slots = self.peers.slots_of(ranks)
-        self.load.set_peers(self.peers.rows(self._slots))
+        self._slots, place = self.peers.slots_of(ranks), self.peers.place
+        self.load.set_peers(self.peers.rows, place.number, place.num_processes, self._slots)
 
     def _tell(self, decision: Decision, request: ActiveRequest) -> None:
         self._last_ms = 1e3 * request.routed_s

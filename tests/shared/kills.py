@@ -23,10 +23,10 @@ import numpy as np
 from kvplug.events import Rank
 from kvplug.hashing import BlockHasher
 from kvplug.kernels import compile_all
+from kvplug.kernels.peer_load import NUM_BUSY, ROW_WIDTH
 from kvplug.kernels.versioned import VERSION
 from kvplug.packed import PackedRemoved, PackedStored, encode
 from kvplug.router.config import RouterConfig
-from kvplug.router.load import NUM_BUSY
 from kvplug.shared import layout
 from kvplug.shared.folder import OwnedFolder
 from kvplug.shared.peers import Place, forget_process, make_files
@@ -231,7 +231,7 @@ def run(num_kills, seed=1, longest_pause_s=0.03):
             processes.kill(at)
         num_files = len(list(Path(folder.path).glob("array.*")))
         load = folder.open(layout.LOAD)[: layout.rows_at(NUM_READERS)].view(np.float64)
-        left = float(np.abs(load.reshape(-1, layout.ROW_WIDTH)[:, :NUM_BUSY]).sum())
+        left = float(np.abs(load.reshape(-1, ROW_WIDTH)[:, :NUM_BUSY]).sum())
         folder.close()
     sums = words.sum(axis=0)
     return Result(
