@@ -233,6 +233,12 @@ class RouterConfig:
         return self.overlap_score_weight is None if self.cost is None else self.cost == "ms"
 
     @property
+    def weighs_prompts(self) -> bool:
+        """Whether a choice depends on what prompts consist of, or how long they are."""
+        thresholds = (self.active_decode_blocks_threshold, self.active_prefill_tokens_threshold)
+        return self.mode == "kv" or thresholds != (None, None)
+
+    @property
     def needs_index(self) -> bool:
         """Whether prefixes count: not so for the cost in blocks with a weight of 0."""
         return self.is_cost_in_ms or self.weight > 0

@@ -47,6 +47,7 @@ class Asked:
         self._uses_sessions = config.router.mode == "rendezvous_hash"
         self._is_direct = config.router.mode == "direct"
         self._migrates, self._asks_usage = config.migrate_streams, config.ask_usage
+        self._needs_tokens = config.router.weighs_prompts
         self._engine_wait_s = config.engine_wait_timeout_s
 
     async def forward_of(
@@ -90,6 +91,9 @@ class Asked:
         if endpoint.kind is None:
             self._prompts.note(Reason.NO_PREFIX)
             return None
+        if not self._needs_tokens and not _has_ids(body):
+            self._prompts.note(Reason.MODE)
+            return None
         model, served = asked
         return await self._prompts.tokens_of(
             {**body, "model": served.base},
@@ -102,6 +106,8 @@ class Asked:
 
     async def _awaited_model_of(self, body: Body) -> tuple[str, Served]:
         """model_of, as soon as a worker of the model is up, or was waited for long enough."""
+        if not self._engine_wait_s:
+            return self.model_of(body)
         try:
             async with asyncio.timeout(self._engine_wait_s):
                 while self._fleet.may_grow:
@@ -140,3 +146,9 @@ def _part_of(prompt: PromptIds | None) -> str | None:
     """Why the usage of an answer tells of more than the known tokens, or None."""
     is_whole = prompt is None or prompt.extent is Extent.WHOLE
     return None if is_whole else "part_of_prompt"
+
+
+def _has_ids(body: Body) -> bool:
+    """Whether the prompt needs no tokenizer."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], str)

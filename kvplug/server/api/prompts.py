@@ -53,6 +53,7 @@ class Reason(StrEnum):
     PREVIOUS_RESPONSE = "previous_response"
     PROMPT_EMBEDS = "prompt_embeds"
     EXTRA_KEY = "extra_key"
+    MODE = "mode"  # the router's mode does not go by prompts, so no text is tokenized
     NO_PREFIX = "no_prefix"  # embeddings, scores: nothing of them is found in a KV cache
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeGuard
+from typing import Final, TypeGuard
 
 import aiohttp
 
@@ -125,6 +125,7 @@ class Fleet:
     ) -> None:
         self.workers = {spec.name: Worker(spec) for spec in config.workers}
         self._config, self._router, self._session = config, router, session
+        self._cards: Cards | None = None  # of all, once they are asked for
         self.ejections = Ejections(config.eject_after, config.ejection_s)
         self.changed = asyncio.Event()
         """Set when a worker comes, goes, or serves something else; then there is a new one."""
@@ -258,9 +259,11 @@ class Fleet:
         """What the workers that are up serve, by the name that is asked for, in order."""
         return self._table.served
 
-    def cards(self) -> dict[str, dict[str, Any]]:
+    def cards(self) -> Cards:
         """What the workers that are up say of these models, by name and in order."""
-        return joined(worker.cards for worker in self.workers.values() if worker.is_up)
+        if self._cards is None:
+            self._cards = joined(each.cards for each in self.workers.values() if each.is_up)
+        return self._cards
 
     def served_as(self, model: str) -> Served | None:
         """What is meant by a name that is asked for, or None."""
@@ -310,6 +313,7 @@ class Fleet:
         down = {name: each.models for name, each in self.workers.items() if not each.is_up}
         draining = {name for name, each in self.workers.items() if each.is_draining}
         self._table = ModelTable(up, down, draining)
+        self._cards = None
         self.changed.set()
         self.changed = asyncio.Event()
         digests = {name: each.tokenizer for name, each in self.workers.items() if each.tokenizer}
@@ -340,12 +344,14 @@ class Fleet:
             found = () if worker.is_up else await self._ask_for_sources(worker, url)
             # Each time: adapters come and go while the engine runs.
             said = await self._get(url, "/v1/models")
-            models, worker.cards = with_root(served_by(said), worker.root), cards_of(said)
+            models, cards = with_root(served_by(said), worker.root), cards_of(said)
         except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError) as error:
             worker.url = url
             self._note_failure(worker, error)
             return
         worker.num_failed_looks = 0
+        if cards != worker.cards:
+            worker.cards, self._cards = cards, None
         self._note_said(worker)
         if models != worker.models:
             worker.models = models

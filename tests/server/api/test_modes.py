@@ -1,9 +1,11 @@
 """The router modes that need something of the request, over HTTP."""
 
 import aiohttp
+import pytest
 
+from examples.launch.engine_env import ensure_tiny_tokenizer
 from kvplug.router.config import RouterConfig
-from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.service import RouterService
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing
@@ -62,3 +64,17 @@ async def test_weight_0_follows_no_events_and_says_so():
                 metrics = await response.text()
             assert f'kvplug_trust{{level="unused",worker="{url}"}} 1.0' in metrics
             assert service.fleet.workers[url].followers == {}
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "least_loaded"])
+async def test_text_is_not_tokenized_where_nothing_depends_on_it(mode):
+    folder = TokenizerFolder(ensure_tiny_tokenizer())
+    async with routing(Engine(), mode=mode, tokenizers=(folder,)) as (service, client):
+        [counts] = service.proxy.counts.values()
+        for prompt, num_tokens in (("once upon a time", 0), ([1, 2, 3], 3)):
+            async with client.post("/v1/completions", json={"prompt": prompt}) as response:
+                assert response.status == 200
+            assert counts.num_prompt_tokens == num_tokens
+        async with client.get("/metrics") as response:
+            text = await response.text()
+    assert 'kvplug_requests_without_prefix_total{reason="mode"} 1.0' in text
