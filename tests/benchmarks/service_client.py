@@ -23,7 +23,7 @@ import numpy as np
 import uvloop
 
 LIMIT_S = 120.0
-DATA, LAST_CHUNK, HEAD_END = b"data: {", b"0\r\n\r\n", b"\r\n\r\n"
+DATA, LAST_CHUNK, HEAD_END = b"data: {", b"\r\n0\r\n\r\n", b"\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ In:  a name, engines.   Out: URLs that take requests, and the processes behind t
 
 from __future__ import annotations
 
-import functools
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ _KIB: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`router` is None for a client without one; `needs`: a flag without which it is skipped."""
+    """`router` is None for a client without one; `needs`: a program without which it is skipped."""
 
     name: str
     mode: Mode
@@ -54,8 +53,8 @@ class Contestant:
 
     def missing(self) -> str:
         """Why it cannot run here, or nothing."""
-        if self.needs and self.needs not in _help():
-            return f"{self.name} is skipped: this kvplug.router has no {self.needs}"
+        if self.needs and shutil.which(self.needs) is None:
+            return f"{self.name} is skipped: {self.needs} is not installed"
         return ""
 
 
@@ -72,8 +71,15 @@ class Front:
 
     def memory_mb(self) -> float:
         """What they hold; pages that several share count once."""
+        return self._memory_mb(("Pss",))
+
+    def own_memory_mb(self) -> float:
+        """The same without pages of files: of those, a process has more when others end."""
+        return self._memory_mb(("Pss_Anon", "Pss_Shmem"))
+
+    def _memory_mb(self, kinds: Sequence[str]) -> float:
         pids = [pid for process in self.processes for pid in process.members()]
-        return sum(map(_pss_kib, pids)) * _KIB / 1e6
+        return sum(_kib(pid, kinds) for pid in pids) * _KIB / 1e6
 
 
 @contextmanager
@@ -105,24 +111,22 @@ def cheap_fleet(log_dir: Path) -> Iterator[Fleet]:
         process.kill()
 
 
-def _pss_kib(pid: int) -> int:
+def _kib(pid: int, kinds: Sequence[str]) -> int:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0  # it ended while we looked
-    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return sum(int(line.split()[1]) for line in lines if line.partition(":")[0] in kinds)
 
 
-@functools.cache
-def _help() -> str:
-    command = [sys.executable, "-m", "kvplug.router", "--help"]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=True).stdout
-
-
-def _of_kvplug(name: str, mode: Mode, *flags: str, needs: str = "") -> Contestant:
+def _of_kvplug(name: str, mode: Mode, *flags: str) -> Contestant:
     is_ready = kvplug_is_ready if mode == "kv" else workers_are_up
-    router = Router(name, kvplug_command("--mode", mode, *flags), is_ready)
-    return Contestant(name, mode, router, needs=needs)
+    return Contestant(name, mode, Router(name, kvplug_command("--mode", mode, *flags), is_ready))
+
+
+def _behind_nginx(engines: Sequence[Engine], port: int, other_port: int) -> list[str]:
+    command = kvplug_command("--mode", "kv")(engines, port, other_port)
+    return [*command[:2], "tests.benchmarks.nginx_router", *command[3:]]
 
 
 def _of_vllm(policy: str, mode: Mode) -> Contestant:
@@ -133,12 +137,17 @@ def _of_vllm(policy: str, mode: Mode) -> Contestant:
 
 
 DIRECT: Final = "direct"
-PROCESSES: Final = "--processes"
 CONTESTANTS: Final = (
     Contestant(DIRECT, "direct", None),
     _of_kvplug("kvplug_round_robin", "round_robin"),
     _of_kvplug("kvplug_kv", "kv"),
-    _of_kvplug("kvplug_kv_2", "kv", PROCESSES, "2", needs=PROCESSES),
+    _of_kvplug("kvplug_kv_2", "kv", "--processes", "2"),
+    Contestant(
+        "kvplug_kv_nginx",
+        "kv",
+        Router("kvplug_kv_nginx", _behind_nginx, kvplug_is_ready),
+        needs="nginx",
+    ),
     _of_vllm("round_robin", "round_robin"),
     _of_vllm("cache_aware", "kv"),
     _of_vllm("kv_aware", "kv"),

@@ -65,7 +65,7 @@ def soak(seconds):
     ):
         for number in range(ends):
             _period(front.urls, number, seen)
-            seen.memory_mb.append(front.memory_mb())
+            seen.memory_mb.append(front.own_memory_mb())
             print(
                 f"{(number + 1) * PERIOD_S:5.0f} s  {seen.num_requests:8,} requests  "
                 f"{seen.memory_mb[-1]:6.1f} MB",
