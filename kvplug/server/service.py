@@ -163,6 +163,7 @@ class RouterService:
             handler_cancellation=True,
             keepalive_timeout=self.config.client_timeout_s,
             shutdown_timeout=_LINGER_S,  # nothing is in flight by then
+            lingering_time=_LINGER_S,  # of a body that is not read, as it is too long or too slow
             access_log=None,
         )
 

@@ -113,6 +113,9 @@ class _Connections(Collector):
         text = "client connections refused: no descriptors left, or beyond --max-connections"
         refused = self._listener.num_refused
         yield CounterMetricFamily("kvplug_connections_refused", text, refused)
+        text = "requests that are no HTTP"
+        malformed = self._listener.malformed.num
+        yield CounterMetricFamily("kvplug_requests_malformed", text, malformed)
 
 
 class _Times(Collector):

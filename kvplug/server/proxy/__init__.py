@@ -1,6 +1,7 @@
 """From a client to a worker and back.
 
 listening    which connections are accepted
+malformed    requests that are no HTTP
 forwarding   one request to a worker and its answer back
 upstream     which connection to a worker takes a request, and whose fault a failure is
 connection   one connection to a worker: a request out, its answer in

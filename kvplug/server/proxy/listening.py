@@ -15,10 +15,12 @@ import socket
 from typing import Final, cast
 
 from aiohttp import web
+from aiohttp.http import HttpVersion10
 from aiohttp.typedefs import Handler, Middleware
 
 from kvplug.api_errors import ApiError, error_body
 from kvplug.http_service import listening_on
+from kvplug.server.proxy.malformed import Malformed
 
 # For what is open beside clients and their streams: sockets of events, of health checks, files.
 _RESERVED_DESCRIPTORS: Final = 100
@@ -59,11 +61,11 @@ def max_connections(num_workers: int) -> int:
 
 
 class Listener:
-    """start, stop. Read: address, num_refused. The application gets its `middleware`."""
+    """start, stop. Read: address, num_refused, malformed. The application gets its `middleware`."""
 
     def __init__(self, *, max_connections: int, first_request_timeout_s: float) -> None:
         """A connection without a whole head of a request is closed after the timeout."""
-        self.num_refused = 0
+        self.num_refused, self.malformed = 0, Malformed()
         self._max_connections, self._timeout_s = max_connections, first_request_timeout_s
         self._unused: set[asyncio.BaseProtocol] = set()
         self._lingering: set[asyncio.Transport] = set()
@@ -71,6 +73,8 @@ class Listener:
         @web.middleware
         async def note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
             self._unused.discard(request.protocol)
+            if request.version < HttpVersion10:
+                return self.malformed.refusal()
             return await handler(request)
 
         self.middleware: Middleware = note_request
@@ -83,6 +87,7 @@ class Listener:
         """
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "runner.setup() first"
+        self.malformed.start()
 
         def accept() -> asyncio.Protocol:
             if len(server.connections) >= self._max_connections:
@@ -107,6 +112,7 @@ class Listener:
     def stop(self) -> None:
         """Accept no more; connections stay."""
         self._server.close()
+        self.malformed.stop()
 
     def _close_unused(self, protocol: web.RequestHandler) -> None:
         if protocol in self._unused:

@@ -1,5 +1,6 @@
 """What clients may do with a request beside sending it: Expect, HEAD, compressed bodies."""
 
+import asyncio
 import gzip
 import json
 import zlib
@@ -77,3 +78,35 @@ async def test_other_methods_are_405_where_there_is_a_post(method):
         client.request(method, "/v1/completions") as response,
     ):
         assert response.status == 405
+
+
+async def sent(service, raw):
+    """All that comes back for these bytes."""
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(raw)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_requests_that_are_no_http_are_counted_and_fill_no_log(caplog):
+    async with routing(Engine()) as (service, client):
+        for raw in (
+            b"GET / HTTP/1.1\r\nx: " + b"y" * 20_000 + b"\r\n\r\n",
+            b"GET / HTTP/1.1\r\nA b\r\n\r\n",
+        ):
+            assert (await sent(service, raw)).startswith(b"HTTP/1.0 400")
+        async with client.get("/metrics") as response:
+            assert "kvplug_requests_malformed_total 2.0" in await response.text()
+    logged = [record for record in caplog.records if record.name.startswith("aiohttp")]
+    assert logged == []
+
+
+async def test_a_request_line_without_a_version_is_505():
+    async with routing(Engine()) as (service, _):
+        raw = b"POST /v1/completions\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(RAW), RAW)
+        answer = await sent(service, raw)
+    assert b" 505 " in answer.partition(b"\r\n")[0]
+    assert b"http_version" in answer
