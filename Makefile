@@ -68,6 +68,10 @@ test-releases: RELEASES ?= 0.28.0 0.30.0 0.31.0 0.32.0
 test-releases: $(READY)  ## the recorder's events beside vLLM's own in each release that it knows; RELEASES=... (3.4 GB each)
 	KVPLUG_TEST_VLLM='$(RELEASES)' $(BIN)/pytest -q tests/engines/test_vllm_recorder.py --durations 5
 
+.PHONY: bench-tokenize
+bench-tokenize: $(READY)  ## what the text of a request costs, on tokenizers of real models; ONLY=family,family; bench-results/tokenize.json
+	$(BIN)/python -m tests.benchmarks.tokenize $(if $(ONLY),--only $(ONLY))
+
 .PHONY: bench-router
 bench-router: $(READY)  ## routing one request beside Dynamo's select_and_reserve, 8 to 512 ranks; ONLY=metric,metric; bench-results/router.json
 	$(BIN)/python -m tests.benchmarks.router $(if $(ONLY),--only $(ONLY))

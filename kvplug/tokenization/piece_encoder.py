@@ -92,6 +92,8 @@ class PieceEncoder:
         self.cuts = self._cut_at is not None
         self._leading: U32 = np.array(leading or [], dtype=np.uint32)
         self._options = options or StoreOptions()
+        # fastokens takes less time for a large piece than small ones take to be looked up.
+        self._is_fast = self.library == "fastokens"
         self._large_chars = self._options.piece_chars * _PIECES_PER_LARGE
         self._pieces = _Pieces(self._options.max_bytes)
         self.counts = StoreCounts()
@@ -110,12 +112,14 @@ class PieceEncoder:
             if len(text) > max_new:
                 return None
             self._count(len(text), 0)
-            return self._tokenize(text, with_special=with_special)
+            return self._tokenize([text], with_special=with_special)[0]
         found = self._look_up(text, self._cut_at, max_new)
         if found is None:
             return None
         self._count(len(text), found.num_known)
-        ids = [self._of(part) if isinstance(part, str) else part for part in found.parts]
+        new = [part for part in found.parts if isinstance(part, str)]
+        made = iter(self._tokenize(new, with_special=False) if new else [])
+        ids = [next(made) if isinstance(part, str) else part for part in found.parts]
         self._keep(found, ids)
         return np.concatenate([self._special(with_special), *ids])
 
@@ -156,23 +160,23 @@ class PieceEncoder:
                 found.add(piece, ids)
                 continue
             begin = len(found.parts)
-            for small in _cut(piece, self._options.piece_chars, cut_at):
-                found.add(small, self._pieces.find(small))
+            if self._is_fast:
+                found.add(piece, None)
+            else:
+                for small in _cut(piece, self._options.piece_chars, cut_at):
+                    found.add(small, self._pieces.find(small))
             if num_seen - found.num_known > max_new:
                 return None
-            found.unknown.append((piece, slice(begin, len(found.parts))))
+            if len(piece) >= self._large_chars:  # else it is the end of one text
+                found.unknown.append((piece, slice(begin, len(found.parts))))
         return found
-
-    def _of(self, piece: str) -> U32:
-        return self._tokenize(piece, with_special=False)
 
     def _keep(self, found: _Found, ids: list[U32]) -> None:
         for part, its in zip(found.parts, ids, strict=True):
             if isinstance(part, str):
                 self._pieces.keep(part, its)
         for piece, where in found.unknown:
-            if len(piece) >= self._large_chars:  # else it is the end of one text
-                self._pieces.keep(piece, np.concatenate(ids[where]))
+            self._pieces.keep(piece, np.concatenate(ids[where]))
 
     def _count(self, num_chars: int, num_known: int) -> None:
         # Without a lock: two threads may lose a count, which no decision depends on.

@@ -14,6 +14,7 @@ from tokenizers.trainers import BpeTrainer
 
 from kvplug.tokenization import cuts, piece_encoder
 from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions, _cut
+from kvplug.tokenization.text_encoder import slow_encoder
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 KNOWN_WORDS = {
@@ -36,6 +37,19 @@ PRE_TOKENIZERS = {
     "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     **{name: split_by(*words) for name, words in KNOWN_WORDS.items()},
 }
+
+
+def by(library, backend, options=None):
+    """An encoder that uses this library, though the other one might be faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        if library == "tokenizers":
+            patch.setattr(
+                piece_encoder, "text_encoder", lambda it: (slow_encoder(it), "tokenizers")
+            )
+        encoder = PieceEncoder(backend, options=options)
+    if encoder.library != library:
+        pytest.skip(f"{library} is not installed")
+    return encoder
 
 
 @cache
@@ -93,10 +107,15 @@ words = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
-@given(parts=st.lists(words, max_size=60), with_special=st.booleans())
-def test_pieces_give_the_ids_of_the_whole(backends, name, parts, with_special):
+@given(
+    parts=st.lists(words, max_size=60),
+    with_special=st.booleans(),
+    library=st.sampled_from(["tokenizers", "fastokens"]),
+)
+def test_pieces_give_the_ids_of_the_whole(backends, name, parts, with_special, library):
     text, backend = "".join(parts), backends[name]
     encoder = PieceEncoder(backend, options=TINY)
+    encoder = by(library, backend, TINY) if library == "tokenizers" else encoder
     assert encoder.cuts
     expected = backend.encode(text, add_special_tokens=with_special).ids
     for _ in range(2):  # the second time from memory
@@ -105,9 +124,12 @@ def test_pieces_give_the_ids_of_the_whole(backends, name, parts, with_special):
         )
 
 
+@pytest.mark.parametrize(("library", "enough"), [("tokenizers", 1100), ("fastokens", 5000)])
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, "added"])
-def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(backends, name):
-    backend, encoder = backends[name], PieceEncoder(backends[name])
+def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(
+    backends, name, library, enough
+):
+    backend, encoder = backends[name], by(library, backends[name])
     long_text = "".join(topics[topic] for topic in sorted(topics)[:20])
     for end in random.Random(1).sample(range(20_000, len(long_text)), 10):
         text = long_text[:end] + " and something else"
@@ -116,7 +138,7 @@ def test_real_text_is_cut_and_a_shared_prefix_is_not_tokenized_again(backends, n
     assert encoder.encode(text, with_special=True, max_new=0).tolist() == expected
     longer = long_text[:20_000] + "new " * 20
     assert encoder.encode(longer, with_special=True, max_new=0) is None
-    assert encoder.encode(longer, with_special=True, max_new=1100) is not None
+    assert encoder.encode(longer, with_special=True, max_new=enough) is not None
 
 
 def test_what_is_too_long_to_tokenize_is_not_kept(backends):
@@ -189,7 +211,7 @@ def test_a_known_beginning_can_stand_for_the_whole(backends, min_overlap, is_eno
     assert encoder.counts.num_texts_shortened == is_enough
     if ids is not None:
         exact = backends["gpt2"].encode(longer).ids
-        assert 0.8 * len(exact) < len(ids) < len(exact)
+        assert 0.7 * len(exact) < len(ids) < len(exact)
         assert ids.tolist() == exact[: len(ids)]
 
 

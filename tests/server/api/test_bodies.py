@@ -26,7 +26,7 @@ from tests.server.test_service import routing
 _TEXTS = st.text(max_size=5)
 _IDS = st.lists(st.integers(0, 99), max_size=4)
 _PROMPTS = _TEXTS | _IDS | st.lists(_TEXTS, min_size=1) | st.lists(_IDS, min_size=1)
-_PADDING = "x" * bodies._LARGE_BYTES
+_PADDING = "x" * bodies._QUICK_BYTES
 
 
 def expected_of(prompt):
@@ -78,7 +78,14 @@ async def test_a_large_body_has_the_fields_of_a_small_one():
 async def test_a_large_body_that_is_no_object_is_refused(damage):
     raw = damage.replace(b"%s", b'"' + _PADDING.encode() + b'"')
     with pytest.raises(ApiError, match="the body must be a JSON object"):
-        await read_body(raw.ljust(bodies._LARGE_BYTES))
+        await read_body(raw.ljust(bodies._QUICK_BYTES))
+
+
+@pytest.mark.parametrize(("sign", "is_quick"), [("x", True), (",", False), (":", False)])
+async def test_a_long_text_is_read_at_once(sign, is_quick):
+    raw = json.dumps({"messages": [{"role": "user", "content": sign * 400_000}]}).encode()
+    assert bodies._is_quick(raw) == is_quick
+    assert (await read_body(raw))["messages"][0]["content"] == sign * 400_000
 
 
 async def test_a_large_body_is_routed_and_passed_on_as_it_is():
