@@ -67,7 +67,7 @@ class ServerConfig:
         "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
         "ranks, by default what the engine says",
         flag=f"--worker {FORM}",
-        default_text="required",
+        default_text="required without --admin-api-key-file",
         parse=WorkerSpec.parse,
     )
     host: str = setting("127.0.0.1", "address to listen on", flag="--host, --http-host")
@@ -312,8 +312,11 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.workers:
-            raise ConfigError(f"no workers: name at least one with --worker {EXAMPLES}")
+        if not self.workers and self.admin_api_key_file is None:
+            raise ConfigError(
+                f"no workers: name at least one with --worker {EXAMPLES}; or set "
+                "--admin-api-key-file, and add them while the router runs"
+            )
         for name in ("name", "events", "replay"):
             self._require_distinct(name)
         check_settings(self)

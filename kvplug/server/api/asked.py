@@ -32,6 +32,7 @@ from kvplug.server.proxy.asked import Forward
 from kvplug.server.proxy.continuation import Continuation, is_continued
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.model_cards import Served
+from kvplug.setting import shown
 from kvplug.tokenization.prompt_kind import PromptKind
 from kvplug.tokenization.prompt_tokenizer import Extent, PromptIds
 
@@ -136,9 +137,9 @@ class Asked:
         if (served := self._fleet.served_as(model)) is not None:
             return model, served
         if models:
-            message = f"the model {model!r} does not exist; served are: {', '.join(models)}"
+            message = f"the model {shown(model)} does not exist; served are: {', '.join(models)}"
             raise ApiError(404, message, code="model_not_found", param="model")
-        message = f"no worker that serves model {model!r} can be reached now"
+        message = f"no worker that serves model {shown(model)} can be reached now"
         raise ApiError(503, message, code="no_worker")
 
 

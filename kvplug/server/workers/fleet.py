@@ -251,8 +251,8 @@ class Fleet:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a worker is not up, which may serve what is missing when it is."""
-        return not all(worker.is_up for worker in self.workers.values())
+        """Whether a worker may come up that serves what is missing."""
+        return not self.workers or not all(worker.is_up for worker in self.workers.values())
 
     @property
     def models(self) -> Mapping[str, Served]:

@@ -15,6 +15,7 @@ from kvplug.sim.tokenizer import FolderTokenizer
 from kvplug.tokenization.prompt_tokenizer import PromptTokenizer
 from tests.hub_cache import put_into_hub_cache
 from tests.plain_kernels import with_plain_kernels
+from tests.server.diagnosis.conftest import save_word_tokenizer
 from tests.server.engine import Engine, served
 from tests.server.kvplug_publisher import publishing
 from tests.server.router_process import router_process
@@ -109,3 +110,21 @@ async def following(digest, tokenizer):
                 await until(lambda: worker.about is not None, "its hello has come")
                 await until(lambda: worker.tokenizer == digest, "it is known")
                 yield service, client, worker
+
+
+async def test_each_model_has_the_tokenizer_that_is_named_for_it(tmp_path):
+    words, tiny = save_word_tokenizer(tmp_path), ensure_tiny_tokenizer()
+    folders = (TokenizerFolder(words, "org/words"), TokenizerFolder(tiny))
+    text = "hello world again"
+    counts = []
+    async with served(Engine(models=["org/words", "org/other"])) as url:
+        config = ServerConfig(workers=(WorkerSpec(url=url),), port=0, tokenizers=folders)
+        async with RouterService(config) as service, ClientSession(service.url) as client:
+            for model in ("org/words", "org/other"):
+                async with client.post("/select", json={"model": model, "text": text}) as response:
+                    counts.append((await response.json())["prompt_tokens"])
+    assert counts == [
+        len(PromptTokenizer.from_folder(folder).completion({"prompt": text})[0])
+        for folder in (words, tiny)
+    ]
+    assert counts[0] != counts[1]

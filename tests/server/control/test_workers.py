@@ -2,6 +2,10 @@
 
 import asyncio
 
+import aiohttp
+
+from kvplug.server.config import ServerConfig
+from kvplug.server.service import RouterService
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, error_of, routing
 from tests.waiting import until
@@ -127,3 +131,21 @@ async def test_many_changes_at_once_are_made_one_by_one():
 
         await asyncio.gather(*(change() for _ in range(5)))
         assert len(service.fleet.workers) == len(service.router.ranks) == 1
+
+
+async def test_a_router_may_start_with_no_worker(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("secret")
+    config = ServerConfig(port=0, admin_api_key_file=key, engine_wait_timeout_s=30.0)
+    headers = {"Authorization": "Bearer secret"}
+    async with (
+        served(Engine()) as url,
+        RouterService(config) as service,
+        aiohttp.ClientSession(service.url) as client,
+    ):
+        async with client.get("/health") as response:
+            assert (response.status, (await response.json())["status"]) == (503, "no_worker")
+        waits = asyncio.create_task(complete(client))
+        async with client.post("/workers", json={"worker": url}, headers=headers) as response:
+            assert response.status == 201
+        assert (await waits)[0] == 200
