@@ -125,6 +125,12 @@ class Audit(RouterObserver):
         with self.router.locked():
             return {rank: self._ledgers[rank] for rank in sorted(self._ledgers)}
 
+    def event_lag_s(self, rank: Rank) -> float | None:
+        """How old the rank's last events were when they were applied, estimated (of batches with
+        timestamps, what the fastest one took is left out); None before one.
+        """
+        return self._times.lag_s(rank)
+
     def accuracy(self, rank: Rank) -> float:
         """What the index's knowledge of the rank has been worth of late, in (0, 1)."""
         with self.router.locked():
@@ -198,7 +204,7 @@ class Audit(RouterObserver):
 
     def on_applied(self, arrival: Arrival) -> None:
         """The rank's news have come so far."""
-        self._times.heard(arrival)
+        self._times.heard(arrival, self.router.clock())
 
     def on_clear(self, rank: Rank) -> None:
         """The engine's clock may be another one from now on."""

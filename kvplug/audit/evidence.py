@@ -29,6 +29,7 @@ class EventTimes:
     def __init__(self) -> None:
         self._offset_s: dict[Rank, float] = {}
         self._heard_until_s: dict[Rank, float] = {}
+        self._lag_s: dict[Rank, float] = {}
 
     def sent_s(self, arrival: Arrival) -> float:
         """When it was sent, estimated; without a timestamp: when it arrived."""
@@ -38,10 +39,15 @@ class EventTimes:
         self._offset_s[rank] = min(self._offset_s.get(rank, math.inf), arrived_s - ts)
         return ts + self._offset_s[rank]
 
-    def heard(self, arrival: Arrival) -> None:
-        """It has been applied, and with it all that was sent before."""
-        rank = arrival.rank
-        self._heard_until_s[rank] = max(self.sent_s(arrival), self.heard_until(rank))
+    def heard(self, arrival: Arrival, now_s: float) -> None:
+        """It has been applied by now, and with it all that was sent before."""
+        rank, sent_s = arrival.rank, self.sent_s(arrival)
+        self._heard_until_s[rank] = max(sent_s, self.heard_until(rank))
+        self._lag_s[rank] = now_s - sent_s
+
+    def lag_s(self, rank: Rank) -> float | None:
+        """From when the last batch was sent, estimated, until it was applied; None before one."""
+        return self._lag_s.get(rank)
 
     def heard_until(self, rank: Rank) -> float:
         """Everything that the rank sent up to then has been applied."""
@@ -55,6 +61,7 @@ class EventTimes:
         """The rank left the fleet."""
         self.restart(rank)
         self._heard_until_s.pop(rank, None)
+        self._lag_s.pop(rank, None)
 
 
 class _Surplus(NamedTuple):

@@ -213,6 +213,21 @@ def test_an_event_counts_from_when_it_was_sent(router, audit, clock, sent_s, exp
     assert verdict(audit, clock) is expected
 
 
+def test_the_lag_of_events_is_what_the_fastest_did_not_take(router, audit, clock):
+    assert audit.event_lag_s(RANK) is None
+    say(router, stored(PROMPT), ts=1000.0)
+    assert audit.event_lag_s(RANK) == 0.0
+    clock.now_s = 5.0
+    say(router, removed(3), ts=1001.5)
+    assert audit.event_lag_s(RANK) == 3.5
+    say(router, removed(2), ts=1005.0)
+    assert audit.event_lag_s(RANK) == 0.0
+    say(router, removed(1))  # without a timestamp nothing is known
+    assert audit.event_lag_s(RANK) == 0.0
+    router.remove_worker("a")
+    assert audit.event_lag_s(RANK) is None
+
+
 def test_a_shortfall_is_judged_when_the_events_of_its_time_have_come(router, audit, clock):
     say(router, stored(PROMPT), ts=1000.0)
     answer(audit, expect(router), 2)

@@ -246,12 +246,20 @@ class _Readings(Collector):
         if not self._fleet.uses_events:
             for name, _ in ranks:
                 _add_levels(trust, name, self._fleet.trust_without_events.level)
-        yield from (connected, trust, skipped)
+        yield from (connected, trust, skipped, self._lags())
         for metric, (text, read) in _OF_FOLLOWER.items():
             family = CounterMetricFamily(metric, text, labels=["worker"])
             for name, follower in followers:
                 family.add_metric([name], read(follower))
             yield family
+
+    def _lags(self) -> Metric:
+        text = "from when the last events were sent until they were applied"
+        family = GaugeMetricFamily("kvplug_event_lag_seconds", text, labels=["worker"])
+        for rank in self._ranks():
+            if (lag_s := self._audit.event_lag_s(rank)) is not None:
+                family.add_metric([str(rank)], lag_s)
+        return family
 
     def _ranks(self) -> list[Rank]:
         """Of all workers; `worker` is the rank in what is counted by rank (URL, or URL#1)."""
