@@ -49,19 +49,24 @@ def _sum_of_others(rows: F64, own: Index, num_processes: Index, slot: Index, out
             for column in range(NUM_BUSY):
                 if column != FIRST_MS and column != FIRST_SINCE_MS:
                     out_sums[column] += row[column]
-            if row[NUM_WAITING] > 0.5 and row[FIRST_SINCE_MS] < since:
+            if row[FIRST_MS] > 0.0 and row[FIRST_SINCE_MS] < since:
                 since = row[FIRST_SINCE_MS]
                 out_sums[FIRST_MS], out_sums[FIRST_SINCE_MS] = row[FIRST_MS], since
+    # More than waits is never being computed, whatever moments of a row were read.
+    out_sums[FIRST_MS] = min(out_sums[FIRST_MS], max(0.0, out_sums[WAITING_MS]))
 
 
 @inlined
 def _put(sums: F64, ranks: F64, peers: F64) -> None:
-    """The load of the others is this now, of one rank."""
+    """The load of the others is this now, of one rank. The rank is at work on a request of theirs
+    if it was so before, or if none of one's own waits.
+    """
     is_idle = ranks[NUM_WAITING] - peers[NUM_WAITING] < 0.5
+    is_theirs = is_idle or ranks[FIRST_SINCE_MS] == peers[FIRST_SINCE_MS]
     for column in range(NUM_BUSY):
         if column != FIRST_MS and column != FIRST_SINCE_MS:
             ranks[column] += sums[column] - peers[column]
-        elif is_idle:
+        elif is_theirs:
             ranks[column] = sums[column]
         peers[column] = sums[column]
     if is_idle:  # not what rounding has left
@@ -104,10 +109,15 @@ def show(slots: I64, ranks: F64, peers: F64, out_rows: F64) -> Index:
         if slots[rank] < 0:
             continue
         row = out_rows[ROW_WIDTH * slots[rank] : ROW_WIDTH * (slots[rank] + 1)]
+        since = ranks[NUM_COLUMNS * rank + FIRST_SINCE_MS]
+        num_own = ranks[NUM_COLUMNS * rank + NUM_WAITING] - peers[NUM_BUSY * rank + NUM_WAITING]
+        is_own = num_own > 0.5 and since != peers[NUM_BUSY * rank + FIRST_SINCE_MS]
         for column in range(NUM_BUSY):
             value = ranks[NUM_COLUMNS * rank + column]
             if column != FIRST_MS and column != FIRST_SINCE_MS:
                 value -= peers[NUM_BUSY * rank + column]
+            elif not is_own:
+                value = 0.0
             if row[column] != value:
                 row[column] = value
                 num_changed += 1

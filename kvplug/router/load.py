@@ -424,6 +424,8 @@ class ActiveLoad:
             if self._has_peers:
                 for column in _WAITING_COLUMNS:
                     row[column] += self.peers[number, column]
+                for column in (costing.FIRST_MS, costing.FIRST_SINCE_MS):
+                    row[column] = self.peers[number, column]
         if was_first and number not in self._others_first and (waiting or number in self._others):
             self._put_first(number, now_s)
         if self.counts_sent:

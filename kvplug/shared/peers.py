@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvplug.events import Rank
 from kvplug.hashing import Hashes
 from kvplug.kernels import versioned
+from kvplug.kernels.peer_load import ROW_WIDTH
 from kvplug.kernels.versioned import HEAD, RING_HEADER
 from kvplug.shared import layout
 from kvplug.shared.folder import SharedFolder
@@ -104,6 +105,12 @@ class Peers:
             slot = self._slots[rank] = int(versioned.claim(self._names, np.uint64(word)))
             self._ranks[slot] = rank
         return self._slots[rank]
+
+    def leave(self, slots: I64) -> None:
+        """These ranks are not in the fleet of this process any more."""
+        for slot in slots[slots >= 0].tolist():
+            self.own_rows[ROW_WIDTH * slot : ROW_WIDTH * (slot + 1)] = 0.0
+            self._own_line[_NUM_CHANGES] += np.uint64(1)
 
     def note_change(self, last_ms: float) -> None:
         """`own_rows` have changed; when this process routed a request last."""

@@ -162,7 +162,9 @@ class ReadingRouter(Router):
     def _fleet_changed(self) -> None:
         super()._fleet_changed()
         ranks = self.fleet_index.numbers.ranks
-        self._slots, place = self.peers.slots_of(ranks), self.peers.place
+        before, place = self._slots, self.peers.place
+        self._slots = self.peers.slots_of(ranks)
+        self.peers.leave(np.setdiff1d(before, self._slots))
         self.load.set_peers(self.peers.rows, place.number, place.num_processes, self._slots)
 
     def _tell(self, decision: Decision, request: ActiveRequest) -> None:

@@ -36,9 +36,10 @@ def reference_sums(rows, own, slot):
     """What the others have there, and of which of them the oldest request is."""
     others = [rows[process, slot, :NUM_BUSY] for process in range(NUM_PROCESSES) if process != own]
     sums = np.sum(others, axis=0)
-    waiting = [row for row in others if row[costing.NUM_WAITING] > 0]
+    waiting = [row for row in others if row[costing.FIRST_MS] > 0]
     oldest = min(waiting, key=lambda row: row[costing.FIRST_SINCE_MS], default=np.zeros(NUM_BUSY))
     sums[FIRST] = oldest[FIRST]
+    sums[costing.FIRST_MS] = min(sums[costing.FIRST_MS], sums[costing.WAITING_MS])
     return sums
 
 
@@ -54,8 +55,10 @@ def test_what_the_others_have_counts_beside_ones_own(given_rows, slots, mine, be
         if (sums != peers[rank]).any():
             changed += 1
             expected[rank, SUMMED] = own_load[rank, SUMMED] + sums[SUMMED]
-            if not own_load[rank, costing.NUM_WAITING]:
+            is_idle, since = not own_load[rank, costing.NUM_WAITING], costing.FIRST_SINCE_MS
+            if is_idle:
                 expected[rank, WAITING] = sums[WAITING]
+            if is_idle or own_load[rank, since] == before[rank][since]:
                 expected[rank, FIRST] = sums[FIRST]
     num_changed = peer_load.take(
         rows.reshape(-1), own, NUM_PROCESSES, np.array(slots), ranks.reshape(-1),
@@ -77,6 +80,9 @@ def test_what_is_shown_is_ones_own(slots, mine, others):
     for rank, slot in enumerate(slots):
         if slot >= 0:
             expected[slot, :NUM_BUSY] = mine[rank]
+            is_theirs = mine[rank][costing.FIRST_SINCE_MS] == others[rank][costing.FIRST_SINCE_MS]
+            if is_theirs or not mine[rank][costing.NUM_WAITING]:
+                expected[slot, FIRST] = 0.0
     arguments = np.array(slots), ranks.reshape(-1), peers.reshape(-1), out
     assert peer_load.show(*arguments) == np.count_nonzero(expected)
     np.testing.assert_array_equal(out.reshape(NUM_SLOTS, ROW_WIDTH), expected)

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvplug.events import BlockRemoved, BlockStored, EventBatch, Rank
+from kvplug.kernels import costing
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
 from kvplug.shared.folder import OwnedFolder
@@ -179,3 +180,50 @@ def test_a_writer_that_takes_over_publishes_when_it_has_as_much(folder, kind):
     assert overlaps(readers[0], tokens) == expected
     apply_to(successor, ("clear", 0, 0, 0))
     assert overlaps(readers[0], tokens) == [0, 0, 0]
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["route", "route", "first_token", "finish", "wait"]),
+        st.integers(1, 60),
+    ),
+    max_size=60,
+)
+
+
+@given(requests)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+def test_whatever_two_processes_do_their_load_is_the_sum(tmp_path_factory, steps):
+    folder = OwnedFolder(tmp_path_factory.mktemp("shared"))
+    make_files(folder, NUM_PROCESSES)
+    clock, flights = Clock(), [{}, {}]
+    _, readers = routers(folder, clock)
+    for number, (process, kind, size) in enumerate(steps):
+        reader, mine = readers[process], flights[process]
+        clock.now_s += 0.001
+        match kind:
+            case "route":
+                tokens = np.arange(number, number + size * SIZE, dtype=np.uint32)
+                decision = reader.route(tokens)
+                assert decision.predicted_ttft_ms >= 0
+                mine[decision.request_id] = decision.rank
+            case "wait":
+                clock.now_s += size / 100
+            case "first_token" if mine:
+                reader.first_token(list(mine)[size % len(mine)])
+            case "finish" if mine:
+                request_id = list(mine)[size % len(mine)]
+                assert reader.finish(request_id, 3)
+                del mine[request_id]
+        ranks = [*flights[0].values(), *flights[1].values()]
+        for each in readers:
+            each.take_news()
+            rows = each.load.ranks
+            assert rows[:, costing.NUM_RUNNING].tolist() == [
+                ranks.count(Rank(worker)) for worker in WORKERS
+            ]
+            waiting, first = rows[:, costing.WAITING_MS], rows[:, costing.FIRST_MS]
+            is_waiting = rows[:, costing.NUM_WAITING] > 0.5
+            assert (waiting[is_waiting] >= first[is_waiting] - 1e-6).all()
+    folder.close()
