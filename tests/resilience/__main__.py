@@ -14,6 +14,7 @@ from tests.resilience.event_trouble import dead_replay, many_workers, swapped_re
 from tests.resilience.load_trouble import (
     cancelled_streams,
     killed_worker,
+    migrated_streams,
     restarted_router,
     slow_others,
 )
@@ -30,6 +31,7 @@ SCENARIOS = (
     dead_replay,
     cancelled_streams,
     killed_worker,
+    migrated_streams,
     slow_others,
     restarted_router,
 )

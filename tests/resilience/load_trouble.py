@@ -66,12 +66,13 @@ async def cancelled_streams(num_streams=2000):
     return f"{seen}; the others: {counted(outcomes)}; load left: {left:g}", defects
 
 
-async def killed_worker(num_streams=600, rate=60.0):
+async def killed_worker(num_streams=600, rate=60.0, flags=()):
     """One of three engines is killed while streams run and begin."""
     async with contextlib.AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(simulated_engine()) for _ in range(3)]
         workers = [f"{e['url']},events={e['events']},replay={e['replay']}" for e in engines]
-        url, log = await stack.enter_async_context(router_process(*workers, limit=DESCRIPTORS))
+        router = router_process(*workers, limit=DESCRIPTORS, flags=flags)
+        url, log = await stack.enter_async_context(router)
         client = await stack.enter_async_context(aiohttp.ClientSession(url))
         await until_health(client, _all_up, "all engines are up")
         running = []
@@ -80,19 +81,31 @@ async def killed_worker(num_streams=600, rate=60.0):
             if number == num_streams // 2:
                 engines[0]["process"].kill()
             await asyncio.sleep(1 / rate)
-        outcomes = await asyncio.gather(*running)
+        outcomes, texts = zip(*await asyncio.gather(*running), strict=True)
         left = await _settled(client)
+        at_risk = range(num_streams // 2 - int(2 * rate), num_streams // 2 + 1)
+        at_risk = [number for number in at_risk if number >= 0 and outcomes[number] == WHOLE]
+        asked = [_stream(engines[1]["url"], number) for number in at_risk]
+        whole = [text for _, text in await asyncio.gather(*asked)]
     defects = ["a traceback in the log"] * ("Traceback" in "".join(log))
     if set(outcomes) - {WHOLE, ERROR_EVENT}:
         defects.append("a stream neither ended whole nor with an error event")
     if outcomes.count(WHOLE) < 0.8 * num_streams:
         defects.append("more broke than one engine had")
+    if [texts[number] for number in at_risk] != whole:
+        defects.append("a stream that went on has another text than an engine gives")
     if left:
         defects.append(f"{left} requests count as load, though all have ended")
-    return (
-        f"{num_streams} streams, a worker killed: {counted(outcomes)}; load left: {left:g}",
-        defects,
-    )
+    seen = f"{num_streams} streams, a worker killed: {counted(outcomes)}"
+    return f"{seen}; load left: {left:g}", defects
+
+
+async def migrated_streams(num_streams=600):
+    """The same, with a router that lets streams go on elsewhere: all end whole."""
+    seen, defects = await killed_worker(num_streams, flags=("--migrate-streams",))
+    if ERROR_EVENT in seen:
+        defects.append("a stream did not go on")
+    return seen, defects
 
 
 async def slow_others(num_slow=100, seconds=10.0):
@@ -202,14 +215,12 @@ async def _opened(url, number):
 
 
 async def _stream(url, number):
-    """One that runs for about a second."""
+    """How one ended that runs for about a second, and its text."""
     try:
         stream = await RawStream.open(url, prompt=[number, 2, 3], max_tokens=60, ignore_eos=True)
     except OSError as error:
-        return type(error).__name__
-    outcome = await stream.read_rest()
-    num_tokens = stream.received.count(b'"text":')
-    return outcome if outcome != WHOLE or num_tokens >= 60 else f"whole with {num_tokens} tokens"
+        return type(error).__name__, ""
+    return await stream.read_rest(), stream.text()
 
 
 async def in_flight(client):

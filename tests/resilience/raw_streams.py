@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 WHOLE, ERROR_EVENT = "whole", "error event"
 FIRST_EVENT = b"data: "
+EVENT = re.compile(rb"^data: (\{.*\})$", re.MULTILINE)
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 
 
@@ -52,6 +53,11 @@ class RawStream:
         if b"data: [DONE]" in self.received:
             return WHOLE
         return ERROR_EVENT if b'data: {"error"' in self.received else "broken off"
+
+    def text(self):
+        """Of all events."""
+        chunks = [json.loads(event) for event in EVENT.findall(self.received)]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
 
     def cancel(self):
         """As a user who closes the page."""

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
     [
         (load_trouble.cancelled_streams, {"num_streams": 400}),
         (load_trouble.killed_worker, {"num_streams": 120}),
+        (load_trouble.migrated_streams, {"num_streams": 120}),
         (load_trouble.slow_others, {"num_slow": 20, "seconds": 2.0}),
         (load_trouble.restarted_router, {"num_restarts": 1}),
     ],
