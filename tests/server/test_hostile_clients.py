@@ -134,6 +134,14 @@ async def test_what_is_too_large_is_refused(kind):
         await assert_serves_on(client, engine, 0)
 
 
+async def test_a_chunk_extension_without_end_is_given_up_with_the_body():
+    engine = Engine()
+    async with routing(engine, client_timeout_s=TIMEOUT_S) as (service, client):
+        answer = await answer_to(service, request(CHUNKED, body=b"1;" + b"a" * 2_000_000))
+        assert is_refused(answer), answer[:300]
+        await assert_serves_on(client, engine, 0)
+
+
 @pytest.mark.parametrize("between", ["", "?a="], ids=["path", "query"])
 async def test_no_header_gets_in_by_a_path(between):
     engine = Engine()
