@@ -100,6 +100,7 @@ async def test_other_routes_and_methods_are_rejected_in_the_same_form(method, pa
         async with client.request(method, path) as response:
             status, _, message = await error_of(response)
         assert status in (404, 405)
+        assert ("Allow" in response.headers) == (status == 405)
         assert path in message
 
 

@@ -106,6 +106,8 @@ async def _errors_in_form(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         message = f"{request.method} {request.path}: {error.reason}"
         refusal = ApiError(error.status, message, code="no_such_route")
+        if "Allow" in error.headers:  # of 405
+            refusal.headers["Allow"] = error.headers["Allow"]
         return error_response(refusal, request.path)
     except ConnectionResetError:
         raise  # the client left: there is nobody to answer

@@ -9,6 +9,7 @@ A reservation is a request in flight as any other: /reservations shows the proxy
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,7 +22,6 @@ from kvplug.errors import ConfigError, HashingError, NoWorkerError, UnknownRankE
 from kvplug.events import Namespace, Rank
 from kvplug.hashing import Tokens
 from kvplug.http_service import RANK_HEADER
-from kvplug.router.core import Router
 from kvplug.router.decider import Decision
 from kvplug.router.options import RouteOptions, RouterConfigOverride
 from kvplug.router.prompt import NO_TOKENS
@@ -39,6 +39,7 @@ from kvplug.server.control.messages import (
     Selection,
     read_message,
 )
+from kvplug.server.proxy.forwarding import WorkerCounts
 from kvplug.server.workers.fleet import Fleet
 
 _ENDPOINTS: Final = {each.path: each for each in ENDPOINTS if each.kind is not None}
@@ -66,12 +67,14 @@ class SelectionRoutes:
         guard: Guard,
         reader: BodyReader,
         asked: Asked,
-        router: Router,
         audit: Audit,
         fleet: Fleet,
+        counts: Mapping[str, WorkerCounts],
     ) -> None:
+        """`counts`: of requests by worker, in which reservations count, too."""
         self._guard, self._reader, self._asked = guard, reader, asked
-        self._router, self._audit, self._fleet = router, audit, fleet
+        self._router, self._audit, self._fleet = audit.router, audit, fleet
+        self._counts = counts
         one = "/reservations/{id}"
         self.routes = [
             web.post("/select", self.select),
@@ -204,8 +207,8 @@ class SelectionRoutes:
         views = self._views(prompt, options) if select.explain else None
         decision = self._decide(select, prompt, options)
         rank, router = decision.rank, self._router
-        if select.reserve and prompt.tokens is None and prompt.hashes is None:
-            self._audit.exclude(decision, "no_token_ids")
+        if select.reserve:
+            self._note(decision, prompt)
         expiry_s = router.config.request_expiry_s
         return Selection(
             request_id=decision.request_id,
@@ -235,6 +238,15 @@ class SelectionRoutes:
             ranks=views,
             expires_s=expiry_s if select.reserve else None,
         )
+
+    def _note(self, decision: Decision, prompt: _Prompt) -> None:
+        """A reservation was made."""
+        if prompt.tokens is None and prompt.hashes is None:
+            self._audit.exclude(decision, "no_token_ids")
+        counts = self._counts[decision.rank.worker]
+        counts.num_requests += 1
+        counts.num_prompt_tokens += prompt.num_tokens
+        counts.num_cached_tokens += decision.cached_tokens
 
     def _decide(self, select: Select, prompt: _Prompt, options: RouteOptions) -> Decision:
         router = self._router

@@ -103,6 +103,8 @@ async def test_a_reservation_is_load_until_it_is_finished():
         async with client.get(path) as response:
             assert (await response.json())["worker"] == other
         assert len(service.router.load) == 1
+        counts = service.proxy.counts[found["worker"]]
+        assert (counts.num_requests, counts.num_prompt_tokens) == (1, 9)
         usage = {"completion_tokens": 5, "prompt_tokens": 9, "cached_tokens": 0}
         async with client.post(f"{path}/finish", json=usage) as response:
             assert response.status == 204
