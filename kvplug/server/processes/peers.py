@@ -32,7 +32,9 @@ from kvplug.shared.reading import ReadingRouter
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SUMMED: Final = frozenset({"kvplug_requests_in_flight", "kvplug_tokenizer_store_bytes"})
+SUMMED: Final = frozenset(
+    {"kvplug_requests_in_flight", "kvplug_queue_requests", "kvplug_tokenizer_store_bytes"}
+)
 _LIMIT_S: Final = 2.0
 _WRITER: Final = "writer"
 # What a client does there, one process would know and the others would not.

@@ -1,5 +1,6 @@
 """docs/metrics.md has every metric that a running router exports, and no other."""
 
+import json
 import re
 from contextlib import AsyncExitStack
 
@@ -66,6 +67,18 @@ OF_PROCESSES = {
     "kvplug_shared_reads_given_up_total",
     "kvplug_shared_news_missed_total",
 }
+
+
+async def test_the_dashboard_asks_for_metrics_and_labels_that_exist(families):
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    panels = dashboard["panels"]
+    places = {(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels}
+    assert len({each["id"] for each in panels}) == len(places) == len(panels)
+    for target in (target for each in panels for target in each["targets"]):
+        names = {name.removesuffix("_bucket") for name in re.findall(r"kvplug_\w+", target["expr"])}
+        assert names <= families.keys()
+        labels = {label for name in names for label in families[name][1]}
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 
 async def test_metrics_named_elsewhere_exist(families):
