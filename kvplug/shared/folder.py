@@ -97,6 +97,10 @@ class OwnedFolder(SharedFolder):
     def close(self) -> None:
         """Remove it with all files."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Leave it to who comes next."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

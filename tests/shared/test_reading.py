@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvplug.errors import SharedMemoryError
 from kvplug.events import BlockRemoved, BlockStored, EventBatch, Rank
 from kvplug.kernels import costing
 from kvplug.router.config import RouterConfig
@@ -227,3 +228,65 @@ def test_whatever_two_processes_do_their_load_is_the_sum(tmp_path_factory, steps
             is_waiting = rows[:, costing.NUM_WAITING] > 0.5
             assert (waiting[is_waiting] >= first[is_waiting] - 1e-6).all()
     folder.close()
+
+
+class FullFolder(OwnedFolder):
+    """No memory is left for arrays while `is_full`."""
+
+    is_full = False
+
+    def create(self, name, num_words):
+        if self.is_full and name.startswith("array."):
+            raise SharedMemoryError("cannot make a shared array: it is full")
+        return super().create(name, num_words)
+
+
+def test_without_memory_requests_go_by_load_until_there_is_some(tmp_path, caplog):
+    folder = FullFolder(tmp_path)
+    make_files(folder, NUM_PROCESSES)
+    writer, [reader, _] = routers(folder, Clock())
+    tokens = tokens_of(4, DEPTH)
+    folder.is_full = True
+    apply_to(writer, ("grow", 0, 4, 4000))
+    assert overlaps(reader, tokens) == [0, 0, 0]
+    assert reader.num_given_up > 0
+    folder.is_full = False
+    apply_to(writer, ("store", 1, 1, 2))
+    assert overlaps(reader, tokens) == [DEPTH, 0, 0]
+    assert [record.message for record in caplog.records] == [
+        "requests are routed by load alone: cannot make a shared array: it is full"
+    ]
+    folder.close()
+
+
+def window_stored(rank, num_blocks, group):
+    hashes = tuple(5000 + n for n in range(num_blocks))
+    attention = "sliding_window" if group else "full_attention"
+    event = BlockStored(
+        block_hashes=hashes,
+        token_ids=tuple(tokens_of(0, num_blocks).tolist()),
+        block_size=SIZE,
+        group=group,
+        attention=attention,
+        sliding_window=4 * SIZE if group else None,
+    )
+    return rank, EventBatch(ts=0.0, events=(event,))
+
+
+def test_hybrid_models_are_matched_as_in_one_process(folder):
+    clock = Clock()
+    writer, readers = routers(folder, clock)
+    plain = Router(CONFIG, clock=clock)
+    for worker in WORKERS:
+        plain.add_worker(worker)
+    for router in (writer, plain):
+        router.apply(*window_stored(Rank("w0"), DEPTH, 0))
+        router.apply(*window_stored(Rank("w0"), DEPTH, 1))
+        router.apply(*window_stored(Rank("w1"), DEPTH, 0))
+        gone = tuple(5000 + n for n in range(DEPTH - 2, DEPTH))
+        router.apply(Rank("w0"), EventBatch(events=(BlockRemoved(block_hashes=gone, group=1),)))
+    tokens = tokens_of(0, DEPTH + 1)
+    expected = overlaps(plain, tokens)
+    assert expected[1] > expected[0] > 0
+    for reader in readers:
+        assert overlaps(reader, tokens) == expected
