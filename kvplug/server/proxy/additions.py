@@ -19,7 +19,7 @@ CONTINUED: Final = frozenset(("/v1/completions", "/v1/chat/completions"))
 _USAGE: Final = b'"stream_options":{"include_usage":true},'
 _TOKEN_IDS: Final = b'"return_token_ids":true,'
 _NO_CHOICES: Final = re.compile(rb'"choices": ?\[\]')
-# In a text of the answer the quotes would be escaped.
+# In a text of the answer the quotes would be escaped. vLLM 0.32 has nulls where nobody asks.
 TOKEN_IDS: Final = re.compile(rb', ?"(prompt_)?token_ids": ?(?:null|\[([\d, ]*)\])')
 # vLLM 0.32 sends it only if it is asked for token ids.
 _EMPTY: Final = re.compile(rb'"delta": ?\{\}.*"finish_reason": ?null')
@@ -40,7 +40,7 @@ class Additions(NamedTuple):
     def taken_out(self, events: bytes) -> bytes:
         """Whole events as they would be without what was added."""
         if self.token_ids:
-            events = TOKEN_IDS.sub(b"", events)
+            events = TOKEN_IDS.sub(rb',"\1token_ids":null', events)
             if _EMPTY.search(events):
                 events = _kept(events, lambda event: _EMPTY.search(event) is None)
         if self.usage and _NO_CHOICES.search(events):

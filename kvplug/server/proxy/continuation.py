@@ -47,6 +47,8 @@ _OTHERS: Final = frozenset(("model", "messages", "prompt", "stream", "stream_opt
 _EMPTY_TEXT: Final = re.compile(rb'"(?:content|text)": ?""|"delta": ?\{\}')
 _ODD_DELTA: Final = re.compile(rb'"(?:reasoning\w*|tool_calls|refusal)": ?["{[]')
 _FINISHED: Final = re.compile(rb'"finish_reason": ?"')
+_UNSEEN: Final = ("prompt_token_ids", "token_ids")
+_OF_CHATS: Final = ("logprobs", "finish_reason", "stop_reason")
 _DONE: Final = b"data: [DONE]\n\n"
 PATH: Final = "/v1/completions"
 
@@ -111,7 +113,7 @@ class Continuation:
 
     def closing(self) -> bytes:
         """The end of a complete stream."""
-        choice = self._choice({"finish_reason": "length"})
+        choice = self._choice({"index": 0, "text": "", "logprobs": None, "finish_reason": "length"})
         end = b"" if self._has_finished else self._chunk([choice])
         if (self._body.get("stream_options") or {}).get("include_usage"):
             end += self._chunk([], usage=self._usage({}))
@@ -156,12 +158,11 @@ class Continuation:
         self._has_finished |= choice.get("finish_reason") is not None
         if choice.get("text"):
             self._num_with_text = len(self._tokens)
-        common = {"logprobs": None, "finish_reason": choice.get("finish_reason")}
-        if choice.get("stop_reason") is not None:
-            common["stop_reason"] = choice["stop_reason"]
-        text = choice.get("text", "")
-        shape = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        return {"index": 0, **shape, **common}
+        if not self._is_chat:
+            return {name: None if name in _UNSEEN else choice[name] for name in choice}
+        shown = {name: choice[name] for name in choice if name in _OF_CHATS}
+        unseen = {"token_ids": None} if "token_ids" in choice else {}
+        return {"index": 0, "delta": {"content": choice.get("text", "")}, **shown, **unseen}
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Of the whole; what was cached of the prompt only its first worker knows."""

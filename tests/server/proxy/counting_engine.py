@@ -62,18 +62,19 @@ class CountingEngine:
         if is_chat:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-            prompt_ids = {"prompt_token_ids": prompt} if with_ids else {}
-            yield 0, self._chunk(True, [choice]) | prompt_ids
+            yield (
+                0,
+                self._chunk(True, [choice]) | {"prompt_token_ids": prompt if with_ids else None},
+            )
         for number in range(1, num + 1):
             token = prompt[-1] + number
             text, held = ("", f" {token}") if token in self.silent else (f"{held} {token}", "")
             shape = {"delta": {"content": text}} if is_chat else {"text": text}
             choice = {"index": 0, **shape, "logprobs": None}
             choice["finish_reason"] = "length" if number == num else None
-            if with_ids:
-                choice["token_ids"] = [token]
-                if not is_chat:
-                    choice["prompt_token_ids"] = prompt if number == 1 else None
+            choice["token_ids"] = [token] if with_ids else None
+            if not is_chat:
+                choice["prompt_token_ids"] = prompt if with_ids and number == 1 else None
             yield number, self._chunk(is_chat, [choice])
 
     def _chunk(self, is_chat, choices):
