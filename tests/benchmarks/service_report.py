@@ -97,7 +97,7 @@ TARGETS: Final = tuple(_targets())
 class Results:
     """The rounds so far."""
 
-    def __init__(self, folder: Path, tokenize_ms: float) -> None:
+    def __init__(self, folder: Path, tokenize_ms: Mapping[str, float]) -> None:
         self._path = folder / RESULT
         self._tokenize_ms = tokenize_ms
         self._rounds: dict[str, list[dict[str, float]]] = {}
@@ -136,7 +136,7 @@ class Results:
         }
         content = {
             **about,
-            "tokenize_ms_text4k": self._tokenize_ms,
+            "tokenize_ms_text4k": dict(self._tokenize_ms),
             "routers": routers,
             "targets": self.targets(),
         }

@@ -83,7 +83,7 @@ class TestTargets:
 
 class TestResults:
     def test_what_a_router_adds_is_compared_within_its_round(self, tmp_path):
-        results = Results(tmp_path, tokenize_ms=5.0)
+        results = Results(tmp_path, tokenize_ms={"kvplug": 5.0})
         for turn in (0, 1, 2):  # the machine gets slower
             for name, ms in ((DIRECT, 1.0), ("kvplug_kv", 3.0)):
                 numbers = {f"ids_p{each}": ms + 10.0 * turn for each in (50, 90, 99)}
@@ -97,7 +97,7 @@ class TestResults:
 
 @pytest.mark.slow
 def test_the_short_form_measures_all(tmp_path):
-    results = Results(tmp_path, tokenize_ms=5.0)
+    results = Results(tmp_path, tokenize_ms={"kvplug": 5.0})
     _measure(BY_NAME["kvplug_kv"], SHORT, 0, results)
     [numbers] = results.rounds("kvplug_kv")
     assert results.failed == {"kvplug_kv": 0}
