@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Final
 
 from kvplug.api_errors import ApiError
@@ -22,6 +22,7 @@ from kvplug.server.observability.journey import current
 # Of the last so many ends, the pace is taken by which a queue moves.
 _NUM_ENDS: Final = 64
 _RETRY_S: Final = (1, 60)
+_FREE: Final = nullcontext()
 
 
 class Admission:
@@ -31,7 +32,8 @@ class Admission:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._limit = math.inf if config.max_in_flight is None else config.max_in_flight
+        self._is_limited = config.max_in_flight is not None
+        self._limit = config.max_in_flight or 0
         self._size, self._timeout_s = config.queue_limit, config.queue_timeout_s
         self.num_in_flight = 0
         self.num_refused: Counter[str] = Counter({"queue_full": 0, "queue_timeout": 0})
@@ -43,9 +45,12 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    def turn(self) -> AbstractAsyncContextManager[None]:
         """Wait for it; ApiError, 429, if the queue is full, or the wait is too long."""
+        return self._turn() if self._is_limited else _FREE
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
         if self._waiting or self.num_in_flight >= self._limit:
             await self._wait()
         else:
