@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 # How long a thread that tokenizes may keep the event loop from Python's interpreter: by default 5
 # ms. With a tenth of it, a chat of 0.8 MB holds the loop for half as long (make bench-tokenize).
-_SWITCH_S = 0.0005
+SWITCH_S: Final = 0.0005
 
 _LINGER_S: Final = 1.0
 
@@ -184,7 +184,7 @@ def _prompts(config: ServerConfig) -> Prompts:
 
 async def serve(config: ServerConfig) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once."""
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     raise_descriptor_limit()
     stopping = stopped_by_signals()
     async with RouterService(config) as service:

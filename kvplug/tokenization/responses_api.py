@@ -52,6 +52,8 @@ def chat_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
         "messages": messages,
         "add_generation_prompt": not goes_on,
         "continue_final_message": goes_on,
+        # Of a chat the template alone writes special tokens; here the tokenizer adds its own, too.
+        "add_special_tokens": True,
         "reasoning_effort": reasoning.get("effort") if isinstance(reasoning, dict) else None,
         "chat_template_kwargs": body.get("chat_template_kwargs"),
     }

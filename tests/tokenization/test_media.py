@@ -117,10 +117,12 @@ def test_pictures_of_the_other_apis_count_too(load):
         "instructions": SYSTEM["content"],
         "input": [user({"type": "input_image", "image_url": "data:,"})],
     }
-    expected = tokenizer.first(
-        {"messages": [SYSTEM, user(PICTURE)]}, PromptKind.CHAT, max_new=10**6
-    )
-    for kind, body in ((PromptKind.MESSAGES, messages), (PromptKind.RESPONSES, responses)):
+    for kind, body, with_special in (
+        (PromptKind.MESSAGES, messages, False),
+        (PromptKind.RESPONSES, responses, True),
+    ):
+        chat = {"messages": [SYSTEM, user(PICTURE)], "add_special_tokens": with_special}
+        expected = tokenizer.first(chat, PromptKind.CHAT, max_new=10**6)
         prompt = tokenizer.first(body, kind, max_new=10**6)
         assert prompt.extent is Extent.BEFORE_MEDIA
         assert prompt.ids.tolist() == expected.ids.tolist()

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -26,7 +27,7 @@ from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Finding
 from kvplug.server.processes.peers import Peers, PeerServer, counts_of, stopped
 from kvplug.server.proxy.listening import raise_descriptor_limit
-from kvplug.server.service import RouterService
+from kvplug.server.service import SWITCH_S, RouterService
 from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet, Worker
 from kvplug.server.workers.rank_sources import RankSource
@@ -153,6 +154,7 @@ async def _serve(
     alive_at: int,
     ready: Callable[[], None],
 ) -> None:
+    sys.setswitchinterval(SWITCH_S)
     stopping = stopped(alive_at)
     async with ReaderService(config, folder, place, bound) as service:
         keeping_up = asyncio.create_task(service.keep_up(), name="keep up")
