@@ -5,6 +5,7 @@ In:  `control`, uint64[CONTROL_WIDTH] in shared memory.   Out: its words changed
     VERSION     odd while the writer is in the middle of an event: whoever reads looks at it before
                 and after, and begins again if it has changed (a sequence lock)
     GENERATION  which arrays there are now: a table that grows moves into another one
+    FACTS       how often facts have changed (kernels/peer_load.py)
 
 A ring of words has one writer and any number of readers, each with a place of its own: HEAD words
 were written, RESERVED are written or about to be. A reader that is too slow finds that its words
@@ -35,7 +36,7 @@ U64 = npt.NDArray[np.uint64]
 Index = int | np.int64
 
 # Each on a cache line of its own.
-VERSION, GENERATION, CONTROL_WIDTH = 0, 8, 16
+VERSION, GENERATION, FACTS, CONTROL_WIDTH = 0, 8, 16, 24
 HEAD, RESERVED, RING_HEADER = 0, 8, 16
 NO_SLOT, WRITTEN_OVER = -1, -1
 

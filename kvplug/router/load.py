@@ -422,10 +422,11 @@ class ActiveLoad:
             others = self._others.get(number, NO_OTHERS)
             row[_WAITING_COLUMNS] = others.ms, others.tokens, others.coming
             if self._has_peers:
+                peers = self.peers[number].tolist()
                 for column in _WAITING_COLUMNS:
-                    row[column] += self.peers[number, column]
+                    row[column] += peers[column]
                 for column in (costing.FIRST_MS, costing.FIRST_SINCE_MS):
-                    row[column] = self.peers[number, column]
+                    row[column] = peers[column]
         if was_first and number not in self._others_first and (waiting or number in self._others):
             self._put_first(number, now_s)
         if self.counts_sent:

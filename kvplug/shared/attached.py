@@ -19,7 +19,7 @@ from kvplug.index.block_index import BlockIndex
 from kvplug.index.prefix_query import SharedReads
 from kvplug.kernels import matching
 from kvplug.kernels.peer_load import CONFIDENCE, FACT_WIDTH
-from kvplug.kernels.versioned import GENERATION
+from kvplug.kernels.versioned import FACTS, GENERATION
 from kvplug.router.fleet_index import FleetIndex, FleetOptions, Member
 from kvplug.router.index_group import Blocks, IndexGroup
 from kvplug.shared import layout, pages
@@ -65,12 +65,27 @@ class AttachedFleet(FleetIndex):
         self.attached: list[Attached] = []
         self.reads: U64 = np.zeros(matching.READS_WIDTH, dtype=np.uint64)
         self._folder, self._control = folder, folder.open(layout.CONTROL)
+        # Single words are read in a third of the time by a memoryview.
+        self._control_words, self._reads_words = self._control.data, self.reads.data
+        self._seen_facts = -1
         super().__init__(**options)
 
     @property
     def is_behind(self) -> bool:
         """Whether the writer has published arrays that are not attached."""
-        return bool(self._control[GENERATION] != self.reads[matching.SEEN])
+        return self._control_words[GENERATION] != self._reads_words[matching.SEEN]
+
+    def have_facts_changed(self) -> bool:
+        """Whether the writer has changed facts, since it was asked last."""
+        num_changes = self._control_words[FACTS]
+        if num_changes == self._seen_facts:
+            return False
+        self._seen_facts = num_changes
+        return True
+
+    def forget_facts(self) -> None:
+        """Ranks have come, or have other numbers: all facts are new to them."""
+        self._seen_facts = -1
 
     def attach(self) -> bool:
         """Use the arrays that the writer has published last; False if they cannot be had now."""

@@ -27,7 +27,7 @@ from kvplug.events import Rank
 from kvplug.index.apply_result import ApplyResult
 from kvplug.kernels import costing, versioned
 from kvplug.kernels.peer_load import CAPACITY, CONFIDENCE, FACT_WIDTH, RESIDENT
-from kvplug.kernels.versioned import GENERATION, VERSION
+from kvplug.kernels.versioned import FACTS, GENERATION, VERSION
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
 from kvplug.router.fleet_index import FleetIndex
@@ -186,6 +186,7 @@ class IndexPublisher:
             published.facts[at + RESIDENT] = load_row[costing.RESIDENT_BLOCKS]
             published.facts[at + CAPACITY] = load_row[costing.CAPACITY_BLOCKS]
             published.facts[at + CONFIDENCE] = self._fleet_index.confidence_of(rank)
+            self._control[FACTS] += np.uint64(1)
 
     def num_blocks_before(self) -> int:
         """How many blocks the writer before has left; 0 if there was none, or if it died in the

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Unpack
 
@@ -57,7 +58,7 @@ class ReadingRouter(Router):
         super().__init__(config, clock=clock, random_=random_)
         self.peers = Peers(folder, place)
         self._slots = self.peers.slots_of([])
-        self._last_ms = 0.0
+        self._last_ms, self._wants_news = 0.0, True
         self._decider.unreported = _Presumed(self.fleet_index, self.load)
         self._decider.on_decision = self._tell
         self._lock: QueryFirstLock = _NewsLock(self)
@@ -104,6 +105,30 @@ class ReadingRouter(Router):
         """Nothing: the writer forgets."""
         return 0
 
+    def first_token(self, request_id: str) -> bool:
+        """As Router."""
+        with self._without_news():
+            return super().first_token(request_id)
+
+    def finish(self, request_id: str, num_tokens: int | None = None) -> bool:
+        """As Router."""
+        with self._without_news():
+            return super().finish(request_id, num_tokens)
+
+    def renew(self, request_id: str) -> bool:
+        """As Router."""
+        with self._without_news():
+            return super().renew(request_id)
+
+    @contextmanager
+    def _without_news(self) -> Iterator[None]:
+        """What says something of one request of this process need not know of others."""
+        self._wants_news = False
+        try:
+            yield
+        finally:
+            self._wants_news = True
+
     def require_events(self, rank: Rank) -> None:
         """ConfigError: the writer applies events."""
         raise ConfigError(f"cannot apply events of {rank}: another process of this router does")
@@ -115,11 +140,15 @@ class ReadingRouter(Router):
 
     def catch_up(self) -> None:
         """As `take_news`; the lock is held."""
-        if self._attached_fleet.is_behind and self._attached_fleet.attach():
+        if not self._wants_news:
+            return
+        fleet = self._attached_fleet
+        if fleet.is_behind and fleet.attach():
             self._fleet_changed()
-        for attached in self._attached_fleet.attached:
-            if attached.group in self.fleet_index.groups:  # else none of its workers is known here
-                self._take_facts(attached)
+        if fleet.have_facts_changed():
+            for attached in fleet.attached:
+                if attached.group in fleet.groups:  # else none of its workers is known here
+                    self._take_facts(attached)
         peers = self.peers
         if peers.have_changed():
             place = peers.place
@@ -161,6 +190,7 @@ class ReadingRouter(Router):
 
     def _fleet_changed(self) -> None:
         super()._fleet_changed()
+        self._attached_fleet.forget_facts()
         ranks = self.fleet_index.numbers.ranks
         before, place = self._slots, self.peers.place
         self._slots = self.peers.slots_of(ranks)
