@@ -226,18 +226,21 @@ class SelectionRoutes:
             cost=decision.cost,
             cost_unit="ms" if router.config.is_cost_in_ms else "blocks",
             predicted_ttft_ms=decision.predicted_ttft_ms,
-            ranked=[
-                RankedRank(
-                    worker=each.rank.worker,
-                    url=self._fleet.url_of(each.rank.worker),
-                    dp_rank=each.rank.dp_rank,
-                    cost=each.cost,
-                )
-                for each in decision.ranked
-            ],
+            ranked=self._ranked(decision),
             ranks=views,
             expires_s=expiry_s if select.reserve else None,
         )
+
+    def _ranked(self, decision: Decision) -> list[RankedRank]:
+        return [
+            RankedRank(
+                worker=each.rank.worker,
+                url=self._fleet.url_of(each.rank.worker),
+                dp_rank=each.rank.dp_rank,
+                cost=each.cost,
+            )
+            for each in decision.ranked
+        ]
 
     def _note(self, decision: Decision, prompt: _Prompt) -> None:
         """A reservation was made."""

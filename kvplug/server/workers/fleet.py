@@ -19,6 +19,7 @@ from typing import Final, TypeGuard
 import aiohttp
 
 from kvplug.audit.audit import Audit
+from kvplug.errors import TransportError
 from kvplug.events import Rank
 from kvplug.http_service import is_local_shortage
 from kvplug.ingest.follower import Follower
@@ -161,12 +162,18 @@ class Fleet:
         await asyncio.to_thread(self._events.stop)
 
     async def add(self, spec: WorkerSpec, taints: frozenset[str]) -> Worker:
-        """Another worker, looked at once; ConfigError if it is there, or shares an endpoint."""
+        """Another worker, looked at once; ConfigError if it is there, or shares an endpoint,
+        TransportError for an endpoint that no transport understands. Then nothing is changed.
+        """
         async with self._changing:
             specs = [each.spec for each in self.workers.values()]
             replace(self._config, workers=(*specs, spec))  # checks them beside each other
             worker = Worker(spec)
-            await asyncio.to_thread(self._set_sources, worker, sources_of(spec, ()))
+            try:
+                await asyncio.to_thread(self._set_sources, worker, sources_of(spec, ()))
+            except TransportError:
+                await asyncio.to_thread(self._router.remove_worker, spec.name)
+                raise
             # Made anew, as others may be going through it.
             self.workers = {**self.workers, spec.name: worker}
             await self.set_taints(worker, taints)

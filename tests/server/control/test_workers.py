@@ -111,13 +111,15 @@ async def test_taints_are_replaced():
 async def test_a_worker_that_is_none_is_refused():
     async with routing(Engine()) as (service, client):
         url = next(iter(service.fleet.workers))
-        for asked in ({"worker": "ftp://a"}, {"worker": ""}, {}, {"worker": 5}, {"url": url}):
+        nowhere = {"worker": "http://127.0.0.1:9,events=nowhere://127.0.0.1:5557"}
+        odd = ({"worker": "ftp://a"}, {"worker": ""}, {}, {"worker": 5}, {"url": url})
+        for asked in (*odd, nowhere):
             async with client.post("/workers", json=asked) as response:
                 assert (await error_of(response))[:2] == (400, "invalid_field"), asked
         for asked in ({"drain": "yes"}, {"taints": "a"}, {"drain": None, "x": 1}):
             async with client.patch(path_of(url), json=asked) as response:
                 assert (await error_of(response))[:2] == (400, "invalid_field"), asked
-        assert len(service.fleet.workers) == 1
+        assert len(service.fleet.workers) == len(service.router.ranks) == 1
 
 
 async def test_many_changes_at_once_are_made_one_by_one():
