@@ -2,7 +2,7 @@
 
 In:  a tokenizer of `tokenizers`, as it was configured.   Out: a function: texts -> token ids.
 
-`fastokens`, if it is installed, is 20 to 60 times faster (docs/tokenization.md) and is taken where
+`fastokens`, if it is installed, is 10 to 200 times faster (docs/performance.md) and is taken where
 it agrees: for the kinds of tokenizers that tests/tokenization/test_real_families.py compares, and
 if both give the same ids for `_SAMPLES` and for the tokenizer's own added tokens.
 """
