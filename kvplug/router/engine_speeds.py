@@ -23,7 +23,9 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 _LOADING_COLUMNS: Final = (costing.HOST_MS, costing.DISK_MS, costing.POOL_MS)
-_MIN_PAUSE_S = 0.005  # between two fits: one takes 100 us
+# Between two fits, as one takes 100 us: while engines get known, and later, when one observation
+# among hundreds changes little.
+_MIN_PAUSE_S, _LATER_PAUSE_S, _NUM_UNTIL_KNOWN = 0.005, 0.02, 700
 
 
 class ModelQuality(NamedTuple):
@@ -61,7 +63,7 @@ class EngineSpeeds:
         self._fits: defaultdict[IndexGroup, FleetFit] = defaultdict(lambda: FleetFit(EngineModel()))
         self._given: dict[int, EngineModel] = {}
         self._factors: F64 = np.ones((2, 0))
-        self._fitted_s = -np.inf
+        self._fitted_s, self._num_fits = -np.inf, 0
 
     def give(self, number: int, model: EngineModel) -> None:
         """The rank is so fast; nothing is learnt of it from now on."""
@@ -78,6 +80,7 @@ class EngineSpeeds:
     def fleet_changed(self) -> None:
         """Ranks came or went, or are in another index now."""
         groups = self._fleet_index.groups
+        self._num_fits = 0  # who is new gets known soon
         for gone in [group for group in self._fits if group not in groups]:
             del self._fits[gone]
         self._factors = np.ones((2, len(self._fleet_index.numbers.ranks)))
@@ -137,9 +140,11 @@ class EngineSpeeds:
         return self._load.ranks[:, costing.FIXED_MS : costing.CONTEXT_MS + 1]
 
     def _may_learn(self, number: int, now_s: float) -> bool:
-        if number in self._given or now_s < self._fitted_s + _MIN_PAUSE_S:
+        pause_s = _MIN_PAUSE_S if self._num_fits < _NUM_UNTIL_KNOWN else _LATER_PAUSE_S
+        if number in self._given or now_s < self._fitted_s + pause_s:
             return False
         self._fitted_s = now_s
+        self._num_fits += 1
         return True
 
     def _decoding_of(self, request: ActiveRequest, num_steps: int) -> Decoding:
