@@ -22,6 +22,7 @@ from typing import Final
 
 import psutil
 import uvloop
+from numpy import diff
 
 from tests.benchmarks.relay_bare import STACKS
 from tests.benchmarks.relay_load import Engine, ask, serve, stream
@@ -87,13 +88,15 @@ async def measure(proxy: str, *, num_chunks: int, num_requests: int, num_rounds:
         async with _running(proxy, ports) as (pid, port):
             await ask(port, _NUM_CLIENTS, 20)
             for _ in range(num_rounds):
-                before_s = _cpu_s(pid)
+                times_s = [_cpu_s(pid)]
                 assert await stream(port, _NUM_STREAMS) == _NUM_STREAMS * num_chunks
-                between_s = _cpu_s(pid)
+                times_s.append(_cpu_s(pid))
                 assert await ask(port, _NUM_CLIENTS, num_requests) == _NUM_CLIENTS * num_requests
-                after_s = _cpu_s(pid)
-                chunks = _NUM_STREAMS * num_chunks / (between_s - before_s)
-                rounds.append((chunks, _NUM_CLIENTS * num_requests / (after_s - between_s)))
+                times_s.append(_cpu_s(pid))
+                # A short run may end before the clock's next tick.
+                for_chunks, for_requests = (max(each, 1 / _TICKS_PER_S) for each in diff(times_s))
+                chunks = _NUM_STREAMS * num_chunks / for_chunks
+                rounds.append((chunks, _NUM_CLIENTS * num_requests / for_requests))
     finally:
         for task in ticking:
             task.cancel()
@@ -120,7 +123,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", type=lambda text: text.split(","))
-    parser.add_argument("--chunks", type=int, default=200)
-    parser.add_argument("--requests", type=int, default=250)
+    parser.add_argument("--chunks", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     uvloop.run(_main(parser.parse_args()))
