@@ -38,13 +38,13 @@ MAX_GROWTH_MB = 100.0
 RESTART_LIMIT_S = 5.0
 
 
-async def cancelled_streams(num_streams=2000):
+async def cancelled_streams(num_streams=2000, flags=()):
     """2,000 streams held at once; half of their clients leave; the others end."""
     engines = [HoldingEngine(), HoldingEngine()]
     async with (
         served(engines[0]) as first,
         served(engines[1]) as second,
-        router_process(first, second, limit=DESCRIPTORS) as (url, log),
+        router_process(first, second, limit=DESCRIPTORS, flags=flags) as (url, log),
         aiohttp.ClientSession(url) as client,
     ):
         await until_health(client, _all_up, "both engines are up")
