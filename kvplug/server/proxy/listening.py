@@ -87,7 +87,6 @@ class Listener:
         """
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "runner.setup() first"
-        self.malformed.start()
 
         def accept() -> asyncio.Protocol:
             if len(server.connections) >= self._max_connections:
@@ -103,6 +102,7 @@ class Listener:
                 self._server = await loop.create_server(accept, host, port, backlog=BACKLOG)
             else:
                 self._server = await loop.create_server(accept, sock=bound, backlog=BACKLOG)
+        self.malformed.start()
 
     @property
     def address(self) -> tuple[str, int]:
