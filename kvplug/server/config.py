@@ -57,15 +57,14 @@ class ServerConfig:
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "an engine; repeat for each. `ADDRESS`: the URL of its API, or `unix:/path` of its socket "
-        "(`vllm serve --uds`); or where kvplug's plug-in "
-        "publishes its events, which says the URL. `events`: where it publishes KV events "
-        "(`tcp://host:port`, `ipc://path`), by default where the engine says; vLLM before 0.32 "
-        "does not say, and without events only an engine's load counts. `replay`: the "
-        "`replay_endpoint` of a stock publisher, from which lost events are fetched. Of an engine "
-        "with data-parallel ranks, endpoints are those of rank 0, and the others have the next "
-        "ports. `topic`: subscribe "
-        "only to topics with this prefix. `block_size`: overrides `--block-size`. `dp_size`: its "
-        "ranks, by default what the engine says",
+        "(`vllm serve --uds`), or the event endpoint of kvplug's plug-in, which reports the URL. "
+        "`events`: where it publishes KV events (`tcp://host:port`, `ipc://path`), by default "
+        "what the engine reports. vLLM before 0.32 reports none; without events only an engine's "
+        "load counts. `replay`: the `replay_endpoint` of a stock publisher, from which lost "
+        "events are fetched. With data-parallel ranks, endpoints are those of rank 0, and the "
+        "other ranks have the next ports. `topic`: subscribe only to topics with this prefix. "
+        "`block_size`: overrides `--block-size`. `dp_size`: number of data-parallel ranks, by "
+        "default what the engine reports",
         flag=f"--worker {FORM}",
         default_text="required without --admin-api-key-file",
         parse=WorkerSpec.parse,
@@ -80,37 +79,37 @@ class ServerConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     tokenizers: tuple[TokenizerFolder, ...] = setting(
         (),
-        "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template, of one "
-        "`MODEL` or of all others; repeat for each. By default what the engine names for its "
-        "model: a folder, or a model in this machine's Hugging Face cache",
+        "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template, for one "
+        "`MODEL`, or without `MODEL` for all others; repeat for each. By default that of the model "
+        "that the engine reports: a folder, or a model in this machine's Hugging Face cache",
         flag="--tokenizer [MODEL=]FOLDER",
         default_text="the model's folder",
         parse=TokenizerFolder.parse,
     )
     tokenizer_cache_bytes: int = setting(
         64 * 2**20,
-        "memory, per model, for texts and their token ids: what a prompt has in common with "
+        "memory, per model, for texts and their token ids. What a prompt has in common with "
         "earlier ones is not [tokenized](tokenization.md) again",
         limits=ABOVE_0,
         flag="--tokenizer-cache-bytes",
     )
     tokenizer_block_chars: int = setting(
         256,
-        "characters of a text that are remembered as one; larger blocks take less memory, and "
-        "more is tokenized again where two texts part",
+        "characters per entry of that cache. Larger blocks take less memory, but more is "
+        "tokenized again where two texts diverge",
         limits=ABOVE_0,
         flag="--tokenizer-block-chars",
     )
     tokenizer_min_overlap: float = setting(
         1.0,
-        "share of a text from which on its known beginning stands for all of it: the rest is "
-        "not tokenized, and matches no cached block; 1 is off, and exact",
+        "if at least this share of a text is in that cache (its beginning), the rest is not "
+        "tokenized and matches no cached block; 1 turns this off and is exact",
         limits=Limits("above 0 and at most 1", lambda value: 0 < finite(value) <= 1),
         flag="--tokenizer-min-overlap",
     )
     tokenizer_threads: int = setting(
         4,
-        "long prompts that are tokenized at a time; short ones are tokenized at once",
+        "threads that tokenize long prompts; short ones are tokenized on the event loop",
         limits=ABOVE_0,
         flag="--tokenizer-threads",
     )
@@ -123,24 +122,25 @@ class ServerConfig:
     )
     admin_api_key_file: Path | None = setting(
         None,
-        "file with the key for [selections](http-api.md#selection) and changes of the fleet, sent "
-        "as `Authorization: Bearer KEY`. Without one, both are for programs of this machine only, "
-        "if the router listens on loopback, and for nobody otherwise",
+        "file with the key for `/select`, `/reservations` and `/workers` ([selections]"
+        "(http-api.md#selection)), sent as `Authorization: Bearer KEY`. Without a key, only "
+        "programs on this machine may use them if the router listens on loopback, and nobody "
+        "otherwise",
         flag="--admin-api-key-file FILE",
     )
     events_bind: str | None = setting(
         None,
-        "an endpoint that engines connect to with their events (`tcp://*:5557`). Topics tell "
-        "them apart: the `--worker` of each has `topic=kv@POD@MODEL` and no `events` "
+        "an endpoint that engines connect to, to send their events (`tcp://*:5557`). Topics tell "
+        "engines apart: the `--worker` of each has `topic=kv@POD@MODEL` and no `events` "
         "([events](events.md#who-connects-to-whom))",
         flag="--events-bind ENDPOINT",
     )
     events_key_file: Path | None = setting(
         None,
         "the router's secret [CURVE key](security.md#keys), a `.key_secret` file of "
-        "`zmq.auth.create_certificates`: all event streams are encrypted, and followed only from "
-        "publishers with the key in `--events-server-key`. Stock publishers have none, so they "
-        "cannot be followed then",
+        "`zmq.auth.create_certificates`. All event streams are then encrypted, and the router "
+        "follows only publishers with the key in `--events-server-key`. Stock publishers have no "
+        "keys, so it cannot follow them",
         flag="--events-key-file FILE",
     )
     events_server_key: Path | None = setting(
@@ -162,7 +162,7 @@ class ServerConfig:
     )
     connect_timeout_s: float = setting(
         5.0,
-        "limit for a connection to a worker, and for its answer to a health check",
+        "time limit for connecting to a worker, and for its answer to a health check",
         limits=ABOVE_0,
         flag="--connect-timeout-s",
     )
@@ -170,78 +170,78 @@ class ServerConfig:
         5,
         "failures in a row (no answer, a broken one, status 500, 502, 503 or 504) after which a "
         "worker gets no requests for `--ejection-s`, unless all workers of the model fail; "
-        "0 is never",
+        "0 turns this off",
         limits=Limits("at least 0", lambda value: whole(value) >= 0),
         flag="--eject-after",
     )
     ejection_s: float = setting(
         5.0,
-        "how long a failing worker gets no requests. Then one tries; if it fails, too, the worker "
-        "stays out for twice as long, up to 16 times",
+        "how long a failing worker gets no requests. Then one request tries it. Each failed try "
+        "doubles the time, up to 16 times this value",
         limits=ABOVE_0,
         flag="--ejection-s",
     )
     migrate_streams: bool = setting(
         False,
-        "let streams whose worker goes away go on at another one ([which](migration.md#the-"
-        "standalone-router)). The engine is asked for the token ids of each chunk, which vLLM "
-        "gives since 0.10.2; they are taken out again. Off by default: bodies are not sent as "
-        "received then, and a chunk costs the router more",
+        "continue a stream on another worker when its worker goes away ([which streams]"
+        "(migration.md#the-standalone-router)). The router asks the engine for the token ids of "
+        "each chunk (vLLM since 0.10.2) and removes them from the answer. Off by default: it "
+        "changes request bodies, and each chunk costs the router more",
         flag="--migrate-streams",
     )
     ask_usage: bool = setting(
         False,
-        "ask engines for the usage of a stream whose client says nothing of `stream_options`, for "
-        "the [audit](audit.md), and take its chunk out again. Off by default: bodies are not sent "
-        "as received then",
+        "ask engines for the usage of each stream, for the [audit](audit.md), unless the client "
+        "sets `stream_options`, and remove its chunk from the answer. Off by default: it changes "
+        "request bodies",
         flag="--ask-usage",
     )
     request_timeout_s: float = setting(
         600.0,
-        "longest silence of a worker within a request; then 504",
+        "how long a worker may send nothing within a request; then 504",
         limits=ABOVE_0,
         flag="--request-timeout-s",
     )
     client_timeout_s: float = setting(
         60.0,
-        "limit for a client's request to arrive; then 408. An idle connection is closed after "
-        "the same time, and so is one whose client reads nothing of its answer",
+        "time limit for a client's request to arrive; then 408. After the same time the router "
+        "closes an idle connection, and one whose client reads nothing of its answer",
         limits=ABOVE_0,
         flag="--client-timeout-s",
     )
     max_connections: int | None = setting(
         None,
         "client connections at a time; further ones get 503 and are closed. By default half of "
-        "the descriptors that `ulimit -Hn` leaves beside the workers, as a stream takes two",
+        "the descriptors (`ulimit -Hn`) that the workers leave, as a stream takes two",
         limits=_COUNT_OR_NONE,
         flag="--max-connections",
-        default_text="by the descriptors",
+        default_text="from `ulimit -Hn`",
     )
     max_in_flight: int | None = setting(
         None,
-        "requests that are served at a time; further ones wait in a queue, in their order. Not "
-        "counted are requests for token counts and token ids, and what gateways and nginx forward",
+        "requests that are served at a time; further ones wait in a queue, first in, first out. "
+        "Requests through nginx count. Requests for token counts and token ids, and those that a "
+        "gateway forwards itself after `/select`, do not",
         limits=_COUNT_OR_NONE,
         flag="--max-in-flight",
         default_text="no limit",
     )
     queue_size: int | None = setting(
         None,
-        "requests that may wait; beyond, they get 429 with `Retry-After`. By default as many as "
-        "`--max-in-flight`",
+        "requests that may wait in the queue; further ones get 429 with `Retry-After`",
         limits=Limits("at least 0", lambda value: value is None or whole(value) >= 0),
         flag="--queue-size",
         default_text="as --max-in-flight",
     )
     queue_timeout_s: float = setting(
         60.0,
-        "longest wait in the queue; then 429",
+        "how long a request may wait in the queue; then 429",
         limits=ABOVE_0,
         flag="--queue-timeout-s",
     )
     engine_wait_timeout_s: float = setting(
         0.0,
-        "how long a request waits for a worker of its model where none is up, as while engines "
+        "how long a request waits while no worker of its model is up, for example while engines "
         "start; then 503",
         limits=AT_LEAST_0,
         flag="--engine-wait-timeout-secs",
@@ -254,8 +254,9 @@ class ServerConfig:
     )
     processes: int = setting(
         1,
-        "processes that serve requests on the same port, with one more that follows events: they "
-        "share one index and one load ([several processes](deploying.md#several-processes))",
+        "processes that serve requests on the same port. With more than 1, another process "
+        "follows the events, and all share one index and one load "
+        "([several processes](deploying.md#several-processes))",
         limits=Limits("in [1, 64]", lambda value: 1 <= whole(value) <= 64),
         flag="--processes",
     )
@@ -267,7 +268,7 @@ class ServerConfig:
         flag="--audit-sample",
     )
     log_format: LogFormat = setting(
-        "text", "`text`, or `json`: an object on each line", flag="--log-format"
+        "text", "`text`, or `json`: one object per line", flag="--log-format"
     )
     log_requests: bool = setting(
         False,
@@ -276,25 +277,25 @@ class ServerConfig:
     )
     explain_headers: bool = setting(
         False,
-        "tell clients of each decision, in headers of the answer: `x-kvplug-worker`, "
+        "add headers to each answer that explain the decision: `x-kvplug-worker`, "
         "`x-kvplug-overlap` (tokens of the prompt that the worker was expected to have cached), "
         "`x-kvplug-cost`. Off by default: workers' names are internal addresses, and the overlap "
-        "says whether somebody sent that prefix before",
+        "tells a client whether somebody sent that prefix before",
         flag="--explain-headers",
     )
     otel_endpoint: str | None = setting(
         None,
-        "where spans go by OTLP over HTTP, like `http://127.0.0.1:4318` ([traces]"
+        "where to send spans, by OTLP over HTTP, such as `http://127.0.0.1:4318` ([traces]"
         "(metrics.md#traces)); needs `kvplug[otel]`",
         flag="--otel-endpoint URL",
-        default_text="as the variables `OTEL_EXPORTER_OTLP_ENDPOINT` and "
-        "`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` say, else none",
+        default_text="from `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`, else none",
     )
     nginx_config: Path | None = setting(
         None,
-        "a file to write at each start: the configuration of an nginx that moves the bytes while "
-        "the router decides ([how](deploying.md#nginx)). Its folder gets the socket of the "
-        "decisions, and what nginx writes",
+        "write the configuration of an nginx that forwards the bytes while the router decides "
+        "([how](deploying.md#nginx)), at each start. The file's folder also gets the socket "
+        "between the two, and what nginx writes",
         flag="--nginx-config FILE",
     )
     nginx_listen: str = setting(
@@ -305,8 +306,8 @@ class ServerConfig:
     )
     nginx_group: str | None = setting(
         None,
-        "a group of nginx's workers, if they run as another user than the router: its members may "
-        "use the socket. The router's user must be one of them",
+        "group that may use the socket, if nginx's workers run as another user than the router. "
+        "The router's user must be a member",
         flag="--nginx-group GROUP",
         limits=Limits("a group of this machine", lambda v: v is None or _is_group(v)),
     )
