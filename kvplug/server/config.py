@@ -279,8 +279,8 @@ class ServerConfig:
         False,
         "add headers to each answer that explain the decision: `x-kvplug-worker`, "
         "`x-kvplug-overlap` (tokens of the prompt that the worker was expected to have cached), "
-        "`x-kvplug-cost`. Off by default: workers' names are internal addresses, and the overlap "
-        "tells a client whether somebody sent that prefix before",
+        "`x-kvplug-cost`, `x-kvplug-reason`. Off by default: workers' names are internal "
+        "addresses, and the overlap tells a client whether somebody sent that prefix before",
         flag="--explain-headers",
     )
     otel_endpoint: str | None = setting(

@@ -108,7 +108,7 @@ class Family:
         """From the bytes of a body to the worker."""
         begin = time.perf_counter()
         body = await read_body(raw)
-        prompt = await self.prompts.tokens_of(body, "", kind=PromptKind.CHAT, size=len(raw))
+        prompt, _ = await self.prompts.tokens_of(body, "", kind=PromptKind.CHAT, size=len(raw))
         assert prompt is not None
         self.router.route(prompt.ids, request_id=f"r{time.perf_counter_ns()}")
         return (time.perf_counter() - begin) * 1000

@@ -23,7 +23,7 @@ from kvplug.server.api.bodies import (
     unauditable,
 )
 from kvplug.server.api.endpoints import Endpoint
-from kvplug.server.api.prompts import Prompts, Reason
+from kvplug.server.api.prompts import Known, Prompts, Reason
 from kvplug.server.api.sessions import session_of
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.journey import Step, current
@@ -60,7 +60,7 @@ class Asked:
         body = await read_body(raw)
         model, served = await self._awaited_model_of(body)
         current().mark(Step.PARSE)
-        prompt = await self.tokens_of(body, (model, served), endpoint, len(raw))
+        prompt, unknown_because = await self.tokens_of(body, (model, served), endpoint, len(raw))
         current().mark(Step.TOKENIZE)
         continuation = self._continuation_of(body, model, endpoint)
         asks_usage = self._asks_usage and endpoint.path in CONTINUED and usage_to_ask(body)
@@ -68,6 +68,7 @@ class Asked:
             model=model,
             body=raw,
             tokens=None if prompt is None else prompt.ids,
+            unknown_because=unknown_because,
             namespace=namespace_of(body, served.lora_name),
             max_tokens=max_tokens_of(body, endpoint.kind) if endpoint.generates else 0,
             streams=body.get("stream") is True,
@@ -87,14 +88,12 @@ class Asked:
 
     async def tokens_of(
         self, body: Body, asked: tuple[str, Served], endpoint: Endpoint, size: int
-    ) -> PromptIds | None:
-        """The prompt's token ids; None, with a reason that is counted, where they are not known."""
+    ) -> Known:
+        """The prompt's token ids; where they are not known, a reason that is counted."""
         if endpoint.kind is None:
-            self._prompts.note(Reason.NO_PREFIX)
-            return None
+            return self._prompts.without(Reason.NO_PREFIX)
         if not self._needs_tokens and not _has_ids(body):
-            self._prompts.note(Reason.MODE)
-            return None
+            return self._prompts.without(Reason.MODE)
         model, served = asked
         return await self._prompts.tokens_of(
             {**body, "model": served.base},

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvplug.errors import TokenizerError
 from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
@@ -67,6 +67,13 @@ _WHY = {
     Reason.EXTRA_KEY: "SGLang's own events do not say extra_key; what these requests cache may be "
     "taken for blocks without one, so use kvplug's plug-in or cache_salt",
 }
+
+
+class Known(NamedTuple):
+    """What is known of a prompt; `unknown_because`: why it is nothing, or not all."""
+
+    prompt: PromptIds | None
+    unknown_because: Reason | None = None
 
 
 class Prompts:
@@ -119,36 +126,45 @@ class Prompts:
         size: int,
         digests: Collection[str] = (),
         names_extra_keys: bool = False,
-    ) -> PromptIds | None:
+    ) -> Known:
         """`root` is where the engine loaded the model from, `size` the length of the body;
         `digests`: of the tokenizers that the engines of the model have, as far as they say so;
         `names_extra_keys`: whether they all say of which extra_key their blocks are.
 
         A batch of prompts is represented by its first one.
         """
+        known = await self._known(body, root, kind, size, digests)
         if has_extra_key(body) and not names_extra_keys:
             self.note(Reason.EXTRA_KEY)  # its tokens still count as load
+            known = Known(known.prompt, known.unknown_because or Reason.EXTRA_KEY)
+        return known
+
+    async def _known(
+        self, body: Body, root: str, kind: PromptKind, size: int, digests: Collection[str]
+    ) -> Known:
         if (reason := _unreadable(body, kind)) is not None:
-            self.note(reason)
-            return None
+            return self.without(reason)
         try:
             ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
             if ready is not None:
-                return PromptIds(ready)
-            tokenizer = await self._tokenizer(body["model"], root, digests)
+                return Known(PromptIds(ready))
+            tokenizer = await self._tokenizer(body["model"], root)
             if tokenizer is None:
-                return None
+                self.untokenized[body["model"]] += 1
+                return self.without(Reason.NO_TOKENIZER)
+            if digests and tokenizer.digest not in digests:
+                return self.without(Reason.OTHER_TOKENIZER)
             prompt = await self._tokenized(tokenizer, body, kind, size)
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
             is_media = has_media(body.get("messages") or body.get("input"))
-            self.note(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
-            return None
+            return self.without(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
         if prompt is not None and prompt.extent is Extent.BEFORE_MEDIA:
             self.note(Reason.MULTIMODAL)
-        return prompt
+            return Known(prompt, Reason.MULTIMODAL)
+        return Known(prompt)
 
     async def _tokenized(
         self, tokenizer: PromptTokenizer, body: Body, kind: PromptKind, size: int
@@ -166,6 +182,11 @@ class Prompts:
             logger.warning("requests without prefix knowledge: %s: %s", reason, _WHY[reason])
         self.without_prefix[reason] += 1
 
+    def without(self, reason: Reason) -> Known:
+        """Nothing is known, which is counted."""
+        self.note(reason)
+        return Known(None, reason)
+
     def tokenizer_of(self, model: str, root: str) -> PromptTokenizer | None:
         """The tokenizer of a model, loaded on first use (seconds); None if there is none here."""
         if model not in self._tokenizers:
@@ -178,21 +199,10 @@ class Prompts:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    async def _tokenizer(
-        self, model: str, root: str, digests: Collection[str]
-    ) -> PromptTokenizer | None:
-        """The one that the engines have, or None and a reason."""
+    async def _tokenizer(self, model: str, root: str) -> PromptTokenizer | None:
         if model in self._tokenizers:
-            tokenizer = self._tokenizers[model]
-        else:
-            tokenizer = await self._in_thread(partial(self.tokenizer_of, model, root))
-        if tokenizer is None:
-            self.untokenized[model] += 1
-            self.note(Reason.NO_TOKENIZER)
-        elif digests and tokenizer.digest not in digests:
-            self.note(Reason.OTHER_TOKENIZER)
-            return None
-        return tokenizer
+            return self._tokenizers[model]
+        return await self._in_thread(partial(self.tokenizer_of, model, root))
 
 
 def _unreadable(body: Body, kind: PromptKind) -> Reason | None:

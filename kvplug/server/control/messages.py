@@ -14,6 +14,8 @@ from msgspec import UNSET, Meta, UnsetType
 from kvplug.api_errors import ApiError
 from kvplug.events import MAX_DP_SIZE
 from kvplug.router.options import MAX_TOKENS
+from kvplug.server.api.prompts import Reason
+from kvplug.server.proxy.deciding import DecidedBy
 
 _T = TypeVar("_T")
 _LARGE_BYTES: Final = 100_000
@@ -28,6 +30,8 @@ Weight = Annotated[float, Meta(ge=0, le=1e9)]
 _Unread = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}}
 TokenIds = Annotated[msgspec.Raw, Meta(extra_json_schema=_Unread)]
 Messages = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "array"})]
+_REASONS: Final = sorted({*DecidedBy, *Reason} - {Reason.MODE})  # the mode says its name instead
+WhySelected = Annotated[str, Meta(extra_json_schema={"enum": _REASONS})]
 WholeBody = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
@@ -95,9 +99,9 @@ class Selection(msgspec.Struct, kw_only=True):
     """The worker that should get the request.
 
     request_id: of the reservation, "" without one. dp_rank: to be named in the header of `headers`
-    if the worker has several. is_prefix_known: false where the prompt's tokens are not known here,
-    so that load alone decided. cost: in `cost_unit`. expires_s: when the reservation ends by
-    itself, unless it is renewed.
+    if the worker has several. reason: what decided. is_prefix_known: false where the prompt's
+    tokens are not known here, so that load alone decided. cost: in `cost_unit`. expires_s: when the
+    reservation ends by itself, unless it is renewed.
     """
 
     request_id: str
@@ -106,6 +110,7 @@ class Selection(msgspec.Struct, kw_only=True):
     url: str
     dp_rank: int
     headers: dict[str, str]
+    reason: WhySelected
     is_prefix_known: bool
     prompt_tokens: int
     prompt_blocks: int

@@ -39,6 +39,7 @@ from kvplug.server.control.messages import (
     Selection,
     read_message,
 )
+from kvplug.server.proxy.deciding import reason_of
 from kvplug.server.proxy.forwarding import WorkerCounts
 from kvplug.server.workers.fleet import Fleet
 
@@ -48,7 +49,7 @@ _PROMPTS: Final = ("token_ids", "text", "messages", "body", "sequence_hashes")
 
 class _Prompt(NamedTuple):
     """tokens: None if they are not known; hashes: of their full blocks, if that is what is known;
-    num_tokens: of the prompt, 0 if that is not known.
+    num_tokens: of the prompt, 0 if that is not known; unknown_because: as of a Forward.
     """
 
     model: str
@@ -57,6 +58,7 @@ class _Prompt(NamedTuple):
     max_tokens: int | None
     hashes: list[int] | None = None
     num_tokens: int = 0
+    unknown_because: str | None = None
 
 
 class SelectionRoutes:
@@ -166,9 +168,13 @@ class SelectionRoutes:
         if forward.tokens is None and given == ["token_ids"]:
             message = "token_ids: expected a list of whole numbers in [0, 2**32)"
             raise ApiError(400, message, code="invalid_field", param="token_ids")
-        num = 0 if forward.tokens is None else len(forward.tokens)
         return _Prompt(
-            forward.model, forward.tokens, forward.namespace, forward.max_tokens, num_tokens=num
+            forward.model,
+            forward.tokens,
+            forward.namespace,
+            forward.max_tokens,
+            num_tokens=0 if forward.tokens is None else len(forward.tokens),
+            unknown_because=forward.unknown_because,
         )
 
     def _hashed(self, select: Select, hashes: list[int]) -> _Prompt:
@@ -217,6 +223,14 @@ class SelectionRoutes:
             url=self._fleet.url_of(rank.worker),
             dp_rank=rank.dp_rank,
             headers=self._headers_to(rank),
+            reason=reason_of(
+                decision,
+                router.config,
+                worker=select.worker,
+                session=select.session,
+                unknown_because=prompt.unknown_because,
+                weighs_prefix=select.overlap_score_weight != 0,
+            ),
             is_prefix_known=prompt.tokens is not None or prompt.hashes is not None,
             prompt_tokens=prompt.num_tokens,
             prompt_blocks=decision.prompt_blocks,

@@ -175,7 +175,7 @@ events {{ worker_connections {max(self.num_files // 2, 512)}; }}
     def _explained(self) -> str:
         """Empty headers are not added; nor are those of the server, where a location has some."""
         lines = [f"      add_header {JOURNEY_ID} $kvplug_request_id always;"]
-        for name in ("worker", "overlap", "cost"):
+        for name in ("worker", "overlap", "cost", "reason"):
             lines.append(f"      set $kvplug_said_{name} $upstream_http_x_kvplug_{name};")
             lines.append(f"      add_header x-kvplug-{name} $kvplug_said_{name} always;")
         return "\n".join(lines)

@@ -83,10 +83,14 @@ class Journey:
         self._times.steps[step].add(now - self._last)
         self._last = now
 
-    def note_decision(self, decision: Decision, model: str, num_tokens: int) -> None:
-        """Where it goes, with how many tokens of a prompt; again if it is sent elsewhere."""
+    def note_decision(self, decision: Decision, model: str, num_tokens: int, reason: str) -> None:
+        """Where it goes and why, with how many tokens of a prompt; again if it is sent elsewhere.
+
+        `reason`: one word (kvplug/server/proxy/deciding.py).
+        """
         self.mark(Step.DECIDE)
         self.decision, self.facts["model"] = decision, model
+        self.facts["reason"] = reason
         self.facts["tries"] = self.facts.get("tries", 0) + 1
         self.facts["prompt_tokens"] = num_tokens
         if num_tokens:
@@ -138,6 +142,7 @@ class Journey:
             "x-kvplug-worker": str(decision.rank),
             "x-kvplug-overlap": str(decision.cached_tokens),
             "x-kvplug-cost": f"{decision.cost:.3f}",
+            "x-kvplug-reason": self.facts["reason"],
         }
 
     def end(self, status: int, total_s: float | None = None) -> None:

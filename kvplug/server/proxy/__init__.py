@@ -3,6 +3,7 @@
 listening    which connections are accepted
 malformed    requests that are no HTTP
 forwarding   one request to a worker and its answer back
+deciding     what decided where it goes, in one word
 upstream     which connection to a worker takes a request, and whose fault a failure is
 connection   one connection to a worker: a request out, its answer in
 relay        the stream of an answer from a worker to a client

@@ -16,6 +16,7 @@ from kvplug.server.proxy.continuation import Continuation
 class Forward(NamedTuple):
     """What to send on: the raw body, and what the router knows of it.
 
+    unknown_because: why `tokens` are None or not all of the prompt's; None if they are all.
     max_tokens: how long the answer may get; streams: whether it comes token by token.
     unauditable: why the answer's usage would not tell about the prefix, or None. session, worker:
     what the request belongs to, and the only worker that it may go to, if the mode asks for it.
@@ -33,3 +34,4 @@ class Forward(NamedTuple):
     worker: str = ""
     additions: Additions = NO_ADDITIONS
     continuation: Continuation | None = None
+    unknown_because: str | None = None

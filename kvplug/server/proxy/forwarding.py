@@ -29,6 +29,7 @@ from kvplug.server.proxy.answers import is_event_stream
 from kvplug.server.proxy.asked import Forward
 from kvplug.server.proxy.client import ClientAnswer
 from kvplug.server.proxy.connection import Connection, LostError
+from kvplug.server.proxy.deciding import reason_of
 from kvplug.server.proxy.migrating import Broken, Migrating
 from kvplug.server.proxy.relay import Relay, Shape
 from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
@@ -164,15 +165,22 @@ class Proxy:
             )
         except NoWorkerError as error:
             raise _api_error_of(error, forward) from error
-        reason = "no_token_ids" if forward.tokens is None else forward.unauditable
-        if reason is not None:
-            self._audit.exclude(decision, reason)
+        unauditable = "no_token_ids" if forward.tokens is None else forward.unauditable
+        if unauditable is not None:
+            self._audit.exclude(decision, unauditable)
         counts = self.counts[decision.rank.worker]
         counts.num_requests += 1
         self._fleet.ejections.note_sent(decision.rank.worker)
         counts.num_prompt_tokens += len(tokens)
         counts.num_cached_tokens += decision.cached_tokens
-        current().note_decision(decision, forward.model, len(tokens))
+        reason = reason_of(
+            decision,
+            self._router.config,
+            worker=forward.worker,
+            session=forward.session,
+            unknown_because=forward.unknown_because,
+        )
+        current().note_decision(decision, forward.model, len(tokens), reason)
         return decision
 
     async def _exchange(self, request: web.Request, exchange: _Exchange) -> web.StreamResponse:

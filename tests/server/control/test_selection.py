@@ -42,7 +42,7 @@ async def test_the_worker_with_the_prefix_is_selected_and_nothing_is_booked():
         assert (found["request_id"], found["expires_s"], found["headers"]) == ("", None, {})
         assert [each["worker"] for each in found["ranked"]] == [second, first]
         assert found["ranked"][0]["cost"] <= found["ranked"][1]["cost"]
-        assert found["cost_unit"] == "ms"
+        assert (found["cost_unit"], found["reason"]) == ("ms", "prefix")
         views = {view["worker"]: view for view in found["ranks"]}
         assert (views[first]["overlap_blocks"], views[second]["overlap_blocks"]) == (0, 2)
         assert views[first]["potential_prefill_tokens"] == 9
@@ -80,6 +80,49 @@ async def test_without_a_tokenizer_load_alone_decides_and_the_answer_says_so():
     async with routing(Engine()) as (_, client):
         found = await select(client, messages=[{"role": "user", "content": "hi"}], explain=True)
         assert (found["is_prefix_known"], found["ranks"]) == (False, None)
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "reason"),
+    [
+        ({"token_ids": PROMPT}, {}, "prefix"),
+        ({"token_ids": PROMPT, "overlap_score_weight": 0}, {}, "load"),
+        ({"token_ids": [7, 7, 7, 7, 7]}, {}, "load"),
+        ({"text": "a"}, {}, "no_tokenizer"),
+        ({"body": {"messages": [], "prompt_embeds": "x"}, "path": CHAT}, {}, "prompt_embeds"),
+        (
+            {"body": {"input": "a", "previous_response_id": "r"}, "path": "/v1/responses"},
+            {},
+            "previous_response",
+        ),
+        ({"token_ids": [7, 7, 7, 7, 7], "extra_key": "k"}, {}, "extra_key"),
+        ({"token_ids": [1]}, {"mode": "rendezvous_hash"}, "least_loaded"),
+        ({"token_ids": [1], "session": "s"}, {"mode": "rendezvous_hash"}, "session"),
+        ({"token_ids": [1]}, {"mode": "round_robin"}, "round_robin"),
+        ({"token_ids": [1]}, {"mode": "random"}, "random"),
+        ({"text": "a"}, {"mode": "power_of_two"}, "power_of_two"),
+        ({"token_ids": [1]}, {"mode": "least_loaded"}, "least_loaded"),
+    ],
+)
+async def test_the_answer_says_what_decided(asked, settings, reason):
+    async with routing(Engine(), Engine(), **settings) as (service, client):
+        _, second = service.fleet.workers
+        store(service, second, PROMPT)
+        assert (await select(client, **asked))["reason"] == reason
+        assert (await select(client, worker=second, **asked))["reason"] == "pinned"
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+
+
+async def test_a_picture_at_the_beginning_leaves_nothing_to_decide_by():
+    folder = TokenizerFolder(ensure_tiny_tokenizer())
+    async with routing(Engine(), tokenizers=(folder,)) as (_, client):
+        chat = [{"role": "user", "content": [PICTURE]}]
+        assert (await select(client, messages=chat))["reason"] == "multimodal"
 
 
 async def test_a_reservation_is_load_until_it_is_finished():

@@ -124,12 +124,12 @@ async def test_decisions_are_explained_if_the_operator_wants_it():
             for body in (COMPLETION, STREAM):
                 headers, _ = await post(client, body)
                 said = {name.lower() for name in headers if name.lower().startswith("x-kvplug")}
-                assert said == (
-                    {"x-kvplug-worker", "x-kvplug-overlap", "x-kvplug-cost"} if explains else set()
-                )
+                words = ("worker", "overlap", "cost", "reason")
+                assert said == ({f"x-kvplug-{word}" for word in words} if explains else set())
             if explains:
                 assert headers["x-kvplug-worker"] in service.fleet.workers
                 assert headers["x-kvplug-overlap"] == "4"  # a block of the first request
+                assert headers["x-kvplug-reason"] == "prefix"
                 float(headers["x-kvplug-cost"])
 
 
