@@ -129,7 +129,7 @@ bench-outcome: $(READY)  ## what users see with each router, on simulated engine
 
 .PHONY: bench-service
 bench-service: ROUNDS ?= 3
-bench-service: $(READY)  ## the router as a service beside vllm-router and smg: cached share, TTFT, added latency, CPU; ROUNDS=3 ONLY=router,router; 9 minutes a round; bench-results/service.json
+bench-service: $(READY)  ## the router as a service beside vllm-router and smg: cached share, TTFT, added latency, CPU; ROUNDS=3 ONLY=router,router; 10 minutes a round; bench-results/service.json
 	$(BIN)/python -m tests.benchmarks.service --rounds $(ROUNDS) $(if $(ONLY),--routers $(ONLY))
 
 .PHONY: soak-index
