@@ -61,7 +61,7 @@ class RouterConfig:
     mode: Mode = setting(
         "kv",
         "`kv`: by cached prefix and load; `least_loaded`: the fewest requests in flight; "
-        "`power_of_two`: the less loaded of two drawn at random; `rendezvous_hash`: one worker for "
+        "`power_of_two`: the less loaded of two random workers; `rendezvous_hash`: one worker for "
         "all requests of a session; `direct`: the worker that the request names; "
         "`round_robin`: in turn; `random` ([what each is for](routing.md#router-modes))",
         flag="--router-mode, --mode",
@@ -81,41 +81,41 @@ class RouterConfig:
     )
     overlap_score_weight: float | None = setting(
         None,
-        "use the cost in blocks, and weigh a block to prefill as this many blocks to decode. A "
-        "higher weight favours the cache (TTFT), 0 is pure load balancing",
+        "use the cost in blocks, where a block to prefill costs as much as this many blocks to "
+        "decode. A higher weight favours the cache (TTFT), 0 is pure load balancing",
         limits=WEIGHT.or_none,
         flag="--kv-overlap-score-weight, --router-kv-overlap-score-weight",
     )
     host_credit: float | None = setting(
         None,
-        "what a block in a worker's host memory is worth, 0 to 1, a block on its device being "
-        "worth 1. By default the cost in milliseconds counts the time that loading it takes, and "
-        "the cost in blocks 0.75",
+        "value of a block in a worker's host memory, 0 to 1, relative to one on its device. By "
+        "default the cost in milliseconds counts the time to load it, and the cost in blocks "
+        "uses 0.75",
         limits=SHARE.or_none,
         flag="--host-credit, --router-host-cache-hit-weight",
     )
     disk_credit: float | None = setting(
         None,
-        "the same for a block on disk; 0.25 in blocks",
+        "the same for a block on disk; 0.25 in the cost in blocks",
         limits=SHARE.or_none,
         flag="--disk-credit, --router-disk-cache-hit-weight",
     )
     cxl_credit: float | None = setting(
         None,
-        "the same for a block in a CXL pool that the worker can read; 0.9 in blocks",
+        "the same for a block in a CXL pool that the worker can read; 0.9 in the cost in blocks",
         limits=SHARE.or_none,
         flag="--cxl-credit",
     )
     device_credit: float = setting(
         1.0,
-        "what a block on the device is worth, 0 to 1: below 1, load weighs more against the cache",
+        "value of a block on the device, 0 to 1; below 1, load weighs more against the cache",
         limits=SHARE,
         flag="--device-credit, --router-kv-overlap-score-credit",
     )
     device_credit_decay: float = setting(
         0.0,
-        "how much less a block on the device is worth on a worker that has more queued prefill "
-        "than others: `device_credit` is divided by 1 + this * queued prompts of this length",
+        "how fast that value falls on a worker with more queued prefill than others: "
+        "`device_credit` is divided by 1 + this * queued prompts of this length",
         limits=WEIGHT,
         flag="--device-credit-decay, --router-kv-overlap-score-credit-decay",
     )
@@ -127,21 +127,21 @@ class RouterConfig:
     )
     moe_boost: float = setting(
         1.0,
-        "how many blocks a block that carries the expert label of a request's `moe_query` is worth "
-        "in addition ([MoE](routing.md#moe-labels))",
+        "extra value, in blocks, of a block with the expert label of a request's `moe_query` "
+        "([MoE](routing.md#moe-labels))",
         limits=WEIGHT,
         flag="--moe-boost",
     )
     active_decode_blocks_threshold: float | None = setting(
         None,
-        "a worker is busy, and gets no request, while blocks of its live requests take a larger "
-        "share of its cache than this",
+        "a worker is busy, and gets no requests, while the blocks of its requests in flight take "
+        "a larger share of its cache than this",
         limits=ABOVE_0.or_none,
         flag="--active-decode-blocks-threshold",
     )
     active_prefill_tokens_threshold: int | None = setting(
         None,
-        "the same while it still has to prefill more tokens than this",
+        "a worker is busy, too, while it still has to prefill more tokens than this",
         limits=_COUNT.or_none,
         flag="--active-prefill-tokens-threshold",
     )
@@ -160,14 +160,15 @@ class RouterConfig:
     )
     temperature: float = setting(
         0.0,
-        "0 takes the worker with the lowest cost; above 0, one is drawn by softmax over the costs, "
+        "0: the worker with the lowest cost. Above 0: a random one, by softmax over the costs, "
         "rescaled to [0, 1]",
         limits=WEIGHT,
         flag="--router-temperature",
     )
     speculative_ttl_s: float = setting(
         2.0,
-        "how long a routed prompt counts as cached before the engine's event arrives; 0 is off",
+        "how long a routed prompt counts as cached before the engine's event arrives; 0 turns "
+        "this off",
         limits=AT_LEAST_0,
         flag="--speculative-ttl-s, --router-predicted-ttl-secs",
     )
@@ -175,8 +176,8 @@ class RouterConfig:
         True,
         "approximate mode ([how](how-it-works.md#without-events)), for engines without KV "
         "events: a routed prompt counts as cached where it went. `events=`, `replay=`, `topic=` "
-        "and `--events-bind` are ignored. Set `--block-size` to that of the engines: without "
-        "events it is 16",
+        "and `--events-bind` are ignored. Set `--block-size` to that of the engines; the router "
+        "cannot learn it without events, and assumes 16",
         limits=SWITCH,
         flag="--no-kv-events, --no-router-kv-events",
         default_text="off",
@@ -196,22 +197,22 @@ class RouterConfig:
     )
     max_index_blocks: int | None = setting(
         None,
-        "most distinct blocks in each index (one per model and block size). Beyond that, the "
-        "tails of the prefixes that were used longest ago are dropped",
+        "maximum number of distinct blocks in each index (one per model and block size). Beyond "
+        "it, the index drops the tails of the least recently used prefixes",
         flag="--max-index-blocks",
         parse=count,
     )
     max_index_bytes: int | None = setting(
         None,
-        "most memory for the tables of each index. A growing table briefly needs its new and "
-        "its old memory, and buffers as large as the largest event come on top",
+        "maximum memory for the tables of each index. A growing table briefly needs its old and "
+        "its new memory; buffers as large as the largest event come on top",
         flag="--max-index-bytes",
         parse=count,
     )
     request_expiry_s: float = setting(
         600.0,
         "a request that is neither finished nor renewed stops counting as load after this time. "
-        "The standalone router does both",
+        "The standalone router does both, but behind nginx it cannot renew",
         limits=FINITE_ABOVE_0,
         flag="--request-expiry-s",
     )
