@@ -146,7 +146,7 @@ class RouterService:
     def _control_routes(self, prompts: Prompts) -> list[web.RouteDef]:
         guard, reader = Guard(self.config), BodyReader(self.config)
         asked = Asked(self.config, self.fleet, prompts)
-        selection = SelectionRoutes(guard, reader, asked, self.audit, self.fleet, self.proxy.counts)
+        selection = SelectionRoutes(guard, reader, asked, self.audit, self.fleet, self.proxy)
         workers = WorkerRoutes(guard, reader, self.fleet)
         return [*selection.routes, *workers.routes, openapi_route()]
 

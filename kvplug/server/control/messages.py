@@ -135,6 +135,14 @@ class Finish(_Asked):
     cached_tokens: NumTokens | None = None
 
 
+class Failed(_Asked):
+    """The worker failed at the request. status: that it answered; null if there was no answer, or
+    it broke off.
+    """
+
+    status: Annotated[int, Meta(ge=400, le=599)] | None = None
+
+
 class Moved(_Asked):
     """The request went to another rank than the selected one."""
 

@@ -18,6 +18,7 @@ from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.control.messages import (
     AddWorker,
     ChangeWorker,
+    Failed,
     Finish,
     Moved,
     Reservation,
@@ -70,6 +71,7 @@ _CONTROL: Final = (
     Operation("POST", f"{_ONE_REQUEST}/renew", "it is still served", statuses=(204,)),
     Operation("POST", f"{_ONE_REQUEST}/moved", "it went elsewhere", Moved, statuses=(204,)),
     Operation("POST", f"{_ONE_REQUEST}/finish", "it is over", Finish, statuses=(204,)),
+    Operation("POST", f"{_ONE_REQUEST}/failed", "its worker failed", Failed, statuses=(204,)),
     Operation("DELETE", _ONE_REQUEST, "it is over, unanswered", statuses=(204,)),
     Operation("GET", "/workers", "list the workers", answers=WorkerList),
     Operation("POST", "/workers", "add a worker", AddWorker, WorkerState, (200, 201)),
@@ -140,7 +142,8 @@ def _described(operation: Operation) -> dict[str, Any]:
         ]
     if operation.asks is not None:
         content = {_JSON: {"schema": _schema(operation.asks)}}
-        found["requestBody"] = {"required": operation.asks is not Finish, "content": content}
+        is_required = operation.asks not in (Finish, Failed)
+        found["requestBody"] = {"required": is_required, "content": content}
     if operation in _CONTROL:
         found["security"] = [{"adminKey": []}, {}]
     return found

@@ -9,7 +9,6 @@ A reservation is a request in flight as any other: /reservations shows the proxy
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,6 +29,7 @@ from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.api.reading import BodyReader
 from kvplug.server.control.guard import Guard
 from kvplug.server.control.messages import (
+    Failed,
     Finish,
     Moved,
     RankedRank,
@@ -39,11 +39,13 @@ from kvplug.server.control.messages import (
     Selection,
     read_message,
 )
+from kvplug.server.proxy.connection import LostError
 from kvplug.server.proxy.deciding import reason_of
-from kvplug.server.proxy.forwarding import WorkerCounts
+from kvplug.server.proxy.forwarding import Proxy
 from kvplug.server.workers.fleet import Fleet
 
 _ENDPOINTS: Final = {each.path: each for each in ENDPOINTS if each.kind is not None}
+_OK: Final = 200
 _PROMPTS: Final = ("token_ids", "text", "messages", "body", "sequence_hashes")
 
 
@@ -71,12 +73,12 @@ class SelectionRoutes:
         asked: Asked,
         audit: Audit,
         fleet: Fleet,
-        counts: Mapping[str, WorkerCounts],
+        proxy: Proxy,
     ) -> None:
-        """`counts`: of requests by worker, in which reservations count, too."""
+        """`proxy`: reservations count among its requests, and their failures among its own."""
         self._guard, self._reader, self._asked = guard, reader, asked
         self._router, self._audit, self._fleet = audit.router, audit, fleet
-        self._counts = counts
+        self._proxy = proxy
         one = "/reservations/{id}"
         self.routes = [
             web.post("/select", self.select),
@@ -85,6 +87,7 @@ class SelectionRoutes:
             web.post(f"{one}/renew", self.renew),
             web.post(f"{one}/moved", self.moved),
             web.post(f"{one}/finish", self.finish),
+            web.post(f"{one}/failed", self.failed),
             web.delete(one, self.delete),
         ]
 
@@ -131,15 +134,29 @@ class SelectionRoutes:
             raise ApiError(404, str(error), code="worker_not_found", param="worker") from error
 
     async def finish(self, request: web.Request) -> web.Response:
-        """It is over, for whatever reason."""
+        """It is over, for whatever reason; what is said of an answer says that there was one."""
         self._guard.require(request)
         finish = await read_message(await self._reader.read(request), Finish)
         request_id = _id_of(request)
-        self._require_known(request_id)
+        worker = self._reservation(request_id).worker
+        if finish != Finish():
+            self._proxy.note_answer(worker, _OK)
         if finish.prompt_tokens is not None:
             usage = Usage(finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens)
             self._audit.answered(request_id, usage)
         return self._finished(request_id, finish.completion_tokens)
+
+    async def failed(self, request: web.Request) -> web.Response:
+        """It is over, as its worker failed; one that does so again and again is left out."""
+        self._guard.require(request)
+        failed = await read_message(await self._reader.read(request), Failed)
+        request_id = _id_of(request)
+        worker = self._reservation(request_id).worker
+        if failed.status is None:
+            self._proxy.note_loss(worker, LostError("a gateway says so", was_reached=True))
+        else:
+            self._proxy.note_answer(worker, failed.status)
+        return self._finished(request_id, None)
 
     async def delete(self, request: web.Request) -> web.Response:
         """As finish, with nothing known of the answer."""
@@ -260,7 +277,8 @@ class SelectionRoutes:
         """A reservation was made."""
         if prompt.tokens is None and prompt.hashes is None:
             self._audit.exclude(decision, "no_token_ids")
-        counts = self._counts[decision.rank.worker]
+        self._fleet.ejections.note_sent(decision.rank.worker)
+        counts = self._proxy.counts[decision.rank.worker]
         counts.num_requests += 1
         counts.num_prompt_tokens += prompt.num_tokens
         counts.num_cached_tokens += decision.cached_tokens

@@ -164,6 +164,57 @@ async def test_a_reservation_can_be_deleted():
         assert len(service.router.load) == 0
 
 
+async def reserved(client, worker, verb, **said):
+    """A reservation on the worker that ends as is said."""
+    found = await select(client, token_ids=PROMPT, reserve=True, workers=[worker])
+    async with client.post(f"/reservations/{found['request_id']}/{verb}", json=said) as response:
+        assert response.status == 204, await response.text()
+
+
+@pytest.mark.parametrize("said", [{}, {"status": 503}])
+async def test_a_worker_that_gateways_report_again_and_again_is_left_out(said):
+    async with routing(Engine(), Engine(), eject_after=2, ejection_s=60.0) as (service, client):
+        first, second = service.fleet.workers
+        left_s, counts = service.fleet.ejections.left_s, service.proxy.counts
+        for answered in ({"completion_tokens": 1}, {"prompt_tokens": 9}):
+            await reserved(client, first, "failed", **said)
+            await reserved(client, first, "finish", **answered)  # so it was not in a row
+        assert left_s(first) is None
+        await reserved(client, first, "failed", **said)
+        await reserved(client, first, "finish")  # which says nothing of the worker
+        await reserved(client, first, "failed", **said)
+        assert len(service.router.load) == 0
+        assert 0 < left_s(first) <= 60
+        assert counts[first].num_ejections == 1
+        assert counts[first].num_lost == (0 if said else 4)
+        for _ in range(4):
+            assert (await select(client, token_ids=PROMPT))["worker"] == second
+
+
+async def test_the_failure_of_a_request_that_moved_is_of_where_it_moved_to():
+    async with routing(Engine(), Engine(), eject_after=1) as (service, client):
+        first, second = service.fleet.workers
+        found = await select(client, token_ids=PROMPT, reserve=True, workers=[first])
+        path = f"/reservations/{found['request_id']}"
+        for verb, said in (("moved", {"worker": second}), ("failed", {})):
+            async with client.post(f"{path}/{verb}", json=said) as response:
+                assert response.status == 204
+        left_s = service.fleet.ejections.left_s
+        assert (left_s(first), left_s(second) is None) == (None, False)
+
+
+async def test_what_a_request_is_to_blame_for_is_no_failure_of_its_worker():
+    async with routing(Engine(), eject_after=1) as (service, client):
+        [url] = service.fleet.workers
+        await reserved(client, url, "failed", status=400)
+        assert service.fleet.ejections.left_s(url) is None
+        found = await select(client, token_ids=PROMPT, reserve=True)
+        path = f"/reservations/{found['request_id']}/failed"
+        async with client.post(path, json={"status": 200}) as response:
+            assert (await error_of(response))[:2] == (400, "invalid_field")
+        assert len(service.router.load) == 1
+
+
 async def test_an_id_that_is_in_flight_is_a_conflict():
     async with routing(Engine()) as (_, client):
         asked = {"token_ids": PROMPT, "reserve": True, "request_id": "a"}
@@ -172,7 +223,7 @@ async def test_an_id_that_is_in_flight_is_a_conflict():
             assert (await error_of(response))[:2] == (409, "request_id_in_flight")
 
 
-@pytest.mark.parametrize("verb", ["first_token", "renew", "moved", "finish", None])
+@pytest.mark.parametrize("verb", ["first_token", "renew", "moved", "finish", "failed", None])
 async def test_of_a_request_that_is_not_in_flight_nothing_can_be_said(verb):
     async with routing(Engine()) as (service, client):
         url = next(iter(service.fleet.workers))
