@@ -18,7 +18,8 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,10 @@ logger = logging.getLogger(__name__)
 
 # vLLM publishes with the step that scheduled the request, SGLang at latest when it is idle.
 _GRACE_S = 1.0
-# For what may explain a shortfall: late events, the answer of another request.
+# For what may explain a shortfall: late events, the answer of another request. It is looked for
+# after 1, 2, 4 and 8 s, as an engine without events leaves every shortfall unexplained.
 _MAX_WAIT_S = 15.0
+_NUM_WAITS: Final = 4
 # Judged in one piece. A request or event that comes meanwhile waits for so many.
 _ANSWERS_PER_SLICE = 16
 
@@ -58,6 +61,42 @@ class _Answer(NamedTuple):
     due_s: float
     expectation: Expectation
     cached_tokens: int | None
+
+
+class _Answers:
+    """Answers without a verdict: add one for a wait, take one that is due.
+
+    All of a queue wait equally long, so that the first one is due first.
+    """
+
+    def __init__(self) -> None:
+        self._queues = [deque[_Answer]() for _ in range(_NUM_WAITS)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def __iter__(self) -> Iterator[_Answer]:
+        return chain.from_iterable(self._queues)
+
+    def add(
+        self, expectation: Expectation, cached_tokens: int | None, now_s: float, wait: int
+    ) -> None:
+        """It is due after the wait of that number."""
+        answer = _Answer(now_s + _GRACE_S * 2**wait, expectation, cached_tokens)
+        self._queues[wait].append(answer)
+
+    def take(self, now_s: float) -> tuple[_Answer, int] | None:
+        """One that is due, with the number of its wait; None if there is none."""
+        for wait, queue in enumerate(self._queues):
+            if queue and queue[0].due_s <= now_s:
+                return queue.popleft(), wait
+        return None
+
+    def forget(self, rank: Rank) -> None:
+        """Those of a rank that left."""
+        for wait, queue in enumerate(self._queues):
+            kept = (each for each in queue if each.expectation.rank != rank)
+            self._queues[wait] = deque(kept)
 
 
 class Audit(RouterObserver):
@@ -86,7 +125,7 @@ class Audit(RouterObserver):
         self._expected: dict[str, Expectation] = {}
         # Of those, and of answers without a verdict, what may still lose blocks.
         self._watched: dict[Rank, set[Expectation]] = {}
-        self._answers: deque[_Answer] = deque()
+        self._answers = _Answers()
         self._surpluses, self._times = Surpluses(), EventTimes()
         router.set_observer(self)
 
@@ -103,7 +142,7 @@ class Audit(RouterObserver):
                 self._unwatch(expectation)
             if cached_tokens is not None:
                 self._surpluses.note(expectation, cached_tokens, now_s)
-            self._answers.append(_Answer(now_s + _GRACE_S, expectation, cached_tokens))
+            self._answers.add(expectation, cached_tokens, now_s, 0)
 
     def abandon(self, request_id: str, reason: str) -> None:
         """The request will not be audited: it failed, ended early, or was sent elsewhere."""
@@ -217,8 +256,7 @@ class Audit(RouterObserver):
         self._times.forget(rank)
         self._surpluses.forget(rank)
         self._expected = {i: each for i, each in self._expected.items() if each.rank != rank}
-        answers = (each for each in self._answers if each.expectation.rank != rank)
-        self._answers = deque(answers)
+        self._answers.forget(rank)
 
     def _ledger(self, rank: Rank) -> RankLedger:
         ledger = self._ledgers.get(rank)
@@ -291,17 +329,18 @@ class Audit(RouterObserver):
     def _settle_slice(self, now_s: float) -> bool:
         """Whether it may have left some."""
         for _ in range(_ANSWERS_PER_SLICE):
-            if not self._answers or self._answers[0].due_s > now_s:
+            taken = self._answers.take(now_s)
+            if taken is None:
                 return False
-            answer = self._answers.popleft()
-            if self._must_wait(answer, now_s):
-                self._answers.append(answer._replace(due_s=now_s + _GRACE_S))
+            (_, expectation, cached_tokens), wait = taken
+            if self._must_wait(expectation, cached_tokens, now_s):
+                following = min(wait + 1, _NUM_WAITS - 1)
+                self._answers.add(expectation, cached_tokens, now_s, following)
             else:
-                self._enter(answer)
+                self._enter(expectation, cached_tokens)
         return True
 
-    def _enter(self, answer: _Answer) -> None:
-        expectation, cached_tokens = answer.expectation, answer.cached_tokens
+    def _enter(self, expectation: Expectation, cached_tokens: int | None) -> None:
         ledger = self._ledger(expectation.rank)
         self._unwatch(expectation)
         if len(expectation.sequence_hashes):
@@ -372,9 +411,8 @@ class Audit(RouterObserver):
             return Verdict.OVERTAKEN
         return verdict
 
-    def _must_wait(self, answer: _Answer, now_s: float) -> bool:
+    def _must_wait(self, expectation: Expectation, cached_tokens: int | None, now_s: float) -> bool:
         """Whether something that may explain a shortfall is still to come."""
-        expectation, cached_tokens = answer.expectation, answer.cached_tokens
         if cached_tokens is None or now_s >= expectation.answered_s + _MAX_WAIT_S:
             return False
         verdict = expectation.judge(cached_tokens)
