@@ -23,7 +23,9 @@ made of parts of those:
     sweeping        many blocks out of the index at once: clears
     evicting        the same: tails of runs that are cut short
     checking        what must be true of every block
+    path            a request along its runs: where its blocks are in table and runs
     prefix_lengths  sets of holders along a request -> how much of it each rank holds
+    cache_groups    how long a prefix engines with hybrid models can reuse
     matching        the blocks of a request -> how much of it each rank holds
     expiring        blocks that a rank is expected to hold for a while
     active_blocks   blocks of live requests, by rank
@@ -37,6 +39,7 @@ and how they are compiled and called:
 
     _jit            the decorators; the only file that imports numba
     bundle          many arrays as one argument
+    handover        a lock goes from one thread to another one that waits awake
 
 Those of the first part do not import each other. A kernel takes at most eight arguments. The names
 of output arrays start with `out_`. A kernel is compiled when it is first called; `compile_all`

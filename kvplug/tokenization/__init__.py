@@ -2,6 +2,9 @@
 
 prompt_tokenizer   bodies of OpenAI's API -> token ids
 prompt_kind        which API a body came by
+messages_api       a body of /v1/messages -> a chat body, as vLLM makes it
+responses_api      a body of /v1/responses -> a chat body, as vLLM makes it
+media              images and sounds in a chat, and the text before the first one
 model_folder       the files of a model -> its tokenizer and its chat templates
 chat_template      the messages of a chat -> one text
 chat_messages      messages, tools and options, in the form in which a template gets them

@@ -4,8 +4,8 @@ app        the routes
 admission  which requests may begin, and which wait
 draining   how requests end when the router stops
 endpoints  the engines' endpoints that are forwarded
-asked      a body to all that a decision needs
 reading    the body of a request, within its limits
+asked      a body -> all that a decision needs
 bodies     a request's body: what routing needs of it, what it asks for
 prompts    its token ids, from kvplug.tokenization, or the reason why there are none
 stored     responses that one engine has

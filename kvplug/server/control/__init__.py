@@ -1,9 +1,9 @@
-"""For gateways that forward themselves, and for who runs the fleet: decisions without the proxy,
-workers that come and go.
+"""For gateways that forward requests themselves, and for operators: decisions without the proxy,
+workers that change at run time.
 
-guard       who may ask
-messages    what is asked and answered, field by field
+guard       who may use these routes
+messages    requests and answers of these routes, field by field
 selection   /select and /reservations
 workers     /workers
-openapi     all routes of the router, as OpenAPI has them
+openapi     all routes of the router, as an OpenAPI document
 """

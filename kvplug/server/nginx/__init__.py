@@ -1,7 +1,7 @@
-"""nginx moves the bytes, the router decides: no part of an answer passes through Python.
+"""nginx forwards the bytes, the router decides: no part of an answer passes through Python.
 
-configuration   what nginx is told: a whole configuration file
-decisions       a request to a worker's address; what nginx says of it afterwards
-ends            the datagrams by which nginx says that requests are over
+configuration   the complete configuration file of nginx
+decisions       a request -> the address of a worker; what nginx reports of it afterwards
+ends            the datagrams in which nginx reports the ends of requests
 front           writes the file, listens for nginx
 """
