@@ -22,7 +22,8 @@ from kvplug.server.control.messages import (
     WorkerState,
     read_message,
 )
-from kvplug.server.workers.fleet import Fleet, Worker
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.worker import Worker
 
 
 class WorkerRoutes:

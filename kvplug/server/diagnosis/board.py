@@ -29,7 +29,8 @@ from kvplug.server.diagnosis.finding import Code, Finding
 from kvplug.server.diagnosis.probe import Prober, compare_tokenization
 from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
 from kvplug.server.workers.asking import WorkerSession
-from kvplug.server.workers.fleet import Fleet, Worker
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
 from kvplug.server.observability.health import Health
 from kvplug.server.proxy.upstream import Upstream
 from kvplug.server.workers.asking import WorkerSession
-from kvplug.server.workers.fleet import Fleet, Worker
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.worker import Worker
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 

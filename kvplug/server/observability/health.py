@@ -21,7 +21,8 @@ from kvplug.protocol import MAJOR
 from kvplug.router.cache_sizes import CacheSize
 from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
-from kvplug.server.workers.fleet import Fleet, Worker
+from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.worker import Worker
 
 
 def _never() -> bool:

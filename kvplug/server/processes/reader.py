@@ -29,8 +29,9 @@ from kvplug.server.processes.peers import Peers, PeerServer, counts_of, stopped
 from kvplug.server.proxy.listening import raise_descriptor_limit
 from kvplug.server.service import SWITCH_S, RouterService
 from kvplug.server.workers.asking import WorkerSession
-from kvplug.server.workers.fleet import Fleet, Worker
+from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.rank_sources import RankSource
+from kvplug.server.workers.worker import Worker
 from kvplug.server.workers.worker_events import WorkerEvents
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.peers import Place
@@ -61,15 +62,15 @@ class EventsElsewhere(WorkerEvents):
         """Nobody follows them here."""
         return {}
 
+    def warn_of_unfollowed(self, worker: Worker) -> None:
+        """Nothing."""
+
 
 class ReaderFleet(Fleet):
     """The workers, without their events."""
 
     def _make_events(self) -> WorkerEvents:
         return EventsElsewhere(self._config, self._router, self._audit)
-
-    def _warn_of_unfollowed(self, worker: Worker) -> None:
-        pass
 
 
 class DiagnosisElsewhere(Diagnosis):

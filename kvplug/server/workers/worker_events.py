@@ -17,6 +17,7 @@ from kvplug.ingest.follower import Follower
 from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers.rank_sources import RankSource
+from kvplug.server.workers.worker import Worker
 from kvplug.topics import Topic
 from kvplug.transports import transports_with
 
@@ -78,6 +79,21 @@ class WorkerEvents:
             else:
                 self._follow(spec, rank, source)
         return {rank.dp_rank: f for rank, f in self._followers.items() if rank.worker == spec.name}
+
+    def warn_of_unfollowed(self, worker: Worker) -> None:
+        """A worker came up: say which of its ranks publish nothing that is received here."""
+        unknown = [rank for rank in worker.ranks if rank not in self._followers]
+        if not unknown:
+            return
+        unreached = [worker.sources[rank.dp_rank].unreached for rank in unknown]
+        text = "no endpoint of its events is known; start the engine with --kv-events-config, and "
+        text += "name its endpoint with events="
+        if unreached[0] is not None:
+            text = f"its events are at {unreached[0]}, which is not reached from here; publish at "
+            text += "an address of its machine (tcp://*:5557 with a stock publisher, "
+            text += "tcp://0.0.0.0:5557 with kvplug's), or name it with events="
+        names = ", ".join(map(str, unknown))
+        logger.warning("%s: only its load counts, as %s", names, text)
 
     def _is_same(self, rank: Rank, source: RankSource) -> bool:
         before = self._sources[rank]
