@@ -126,3 +126,45 @@ async def test_wrong_arguments_are_exit_code_2_with_a_sentence(doctor):
     code, _, err = await doctor("--worker", "nonsense")
     assert code == 2
     assert "no http URL" in err
+
+
+async def test_the_workers_of_a_file_of_settings_are_asked_as_the_router_would(doctor, tmp_path):
+    engine, file = vllm(kv_event_sources={}), tmp_path / "kvplug.yaml"
+    (tmp_path / "key").write_text("secret\n")
+    engine.api_key = "secret"
+    async with served(engine) as url:
+        file.write_text(
+            f"workers: [{url}]\nworker_api_key_file: {tmp_path / 'key'}\n"
+            f"tokenizers: ['other={tmp_path}']\nrouter:\n  mode: kv\n"
+        )
+        code, out, err = await doctor("--config", str(file))
+        assert (code, err) == (1, "")
+        assert "events_off" in out
+        assert "worker_down" not in out
+        (tmp_path / "wrong").write_text("no\n")
+        _, out, _ = await doctor(
+            "--config", str(file), "--worker-api-key-file", str(tmp_path / "wrong")
+        )
+        assert "worker_down" in out  # flags overrule the file
+    code, _, err = await doctor("--config", str(file), "--url", "http://127.0.0.1:9")
+    assert (code, err[:50]) == (2, "doctor: no answer from a router at http://127.0.0.")
+
+
+async def test_what_is_wrong_in_a_file_of_settings_is_named_with_its_line(doctor, tmp_path):
+    file = tmp_path / "kvplug.yaml"
+    file.write_text("port: 1\nworkers: [nonsense]\n")
+    code, _, err = await doctor("--config", str(file))
+    assert code == 2
+    assert f"{file}:2: " in err
+    file.write_text(f"workers: ['http://a:1']\ntokenizers: ['{tmp_path / 'none'}']\n")
+    code, _, err = await doctor("--config", str(file))
+    assert (code, f"{file}:2: " in err) == (2, True)
+
+
+async def test_a_tokenizer_may_be_of_one_model(doctor, tmp_path):
+    async with served(vllm(kv_event_sources={})) as url:
+        given = ("--worker", url, "--tokenizer", f"m={tmp_path}", "--tokenizer", str(tmp_path))
+        code, _, err = await doctor(*given)
+        assert (code, err) == (1, "")
+        code, _, err = await doctor(*given, "--tokenizer", f"m={tmp_path}")
+    assert (code, "has two" in err) == (2, True)
