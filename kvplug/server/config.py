@@ -325,7 +325,7 @@ class ServerConfig:
         _ = self.worker_api_key, self.admin_api_key, self.event_keys  # check themselves
         if self.queue_size is not None and self.max_in_flight is None:
             raise ConfigError(
-                "queue_size: expected max_in_flight with it, without which none waits"
+                "queue_size: expected max_in_flight with it; without it, no request waits"
             )
         self._require_topics()
         self._require_urls()
@@ -430,7 +430,7 @@ class ServerConfig:
             return
         attempt = f"processes: expected 1 with %s, got {self.processes}"
         if self.router.mode != "kv" or not self.router.follows_events:
-            raise ConfigError(attempt % "a mode that goes by no events")
+            raise ConfigError(attempt % "a mode that does not use KV events")
         if self.nginx_config is not None:
             raise ConfigError(attempt % "nginx_config, as nginx asks one process")
         for worker in self.workers:
@@ -444,7 +444,7 @@ class ServerConfig:
             if worker.url is None and not self.router.follows_events:
                 raise ConfigError(
                     f"worker {worker.name!r}: expected the URL of its API, as this router follows "
-                    "no events, which would say it"
+                    "no events, which would report it"
                 )
 
     def _require_nginx(self) -> None:

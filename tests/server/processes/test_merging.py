@@ -74,8 +74,8 @@ def test_counters_are_summed_and_of_gauges_the_largest_counts():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"router": RouterConfig(mode="round_robin")}, "a mode that goes by no events"),
-        ({"router": RouterConfig(use_kv_events=False)}, "a mode that goes by no events"),
+        ({"router": RouterConfig(mode="round_robin")}, "a mode that does not use KV events"),
+        ({"router": RouterConfig(use_kv_events=False)}, "a mode that does not use KV events"),
         ({"workers": (WorkerSpec(events="tcp://127.0.0.1:2"),)}, "whose URL only its events say"),
     ],
 )
