@@ -20,7 +20,7 @@ from kvplug.server.api.prompts import Prompts
 from kvplug.server.api.reading import BodyReader
 from kvplug.server.config import ServerConfig
 from kvplug.server.observability.health import Health
-from kvplug.server.observability.journey import Step, current
+from kvplug.server.observability.journey import CLIENT_LEFT, Step, current
 from kvplug.server.observability.metrics import Metrics
 from kvplug.server.proxy.asked import Forward
 from kvplug.server.workers.fleet import Fleet
@@ -110,7 +110,7 @@ async def _errors_in_form(request: web.Request, handler: Handler) -> web.StreamR
             refusal.headers["Allow"] = error.headers["Allow"]
         return error_response(refusal, request.path)
     except ConnectionResetError:
-        raise  # the client left: there is nobody to answer
+        return web.Response(status=CLIENT_LEFT)  # there is nobody who would get it
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         message = "the router failed to handle the request; its log says why"

@@ -14,6 +14,7 @@ from kvplug.server.proxy.usage import last_reported
 _TAIL_BYTES = 8192
 _OPENING_BYTES = 2048  # the first event of a message has about 500
 _EVENT = b"\ndata:"
+_DONE = b"data: [DONE]\n\n"
 _RESPONSE = b"\nevent: response."
 _DELTA = b'.delta"'
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n", b"\r\r")
@@ -83,6 +84,11 @@ class Stream:
         self._has_begun = mark in tail
         return self._has_begun
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it said that nothing more comes."""
+        return self._tail.endswith(_DONE)
+
     def usage(self) -> Usage | None:
         """From the last chunk that has one."""
         last = last_reported(self._tail)
@@ -98,7 +104,7 @@ class Stream:
         if usage is not None and usage.completion_tokens is not None:
             return usage.completion_tokens
         num_events = self._num_events_before + self._tail.count(_EVENT)
-        return num_events - (b"data: [DONE]" in self._tail)
+        return num_events - (_DONE.rstrip() in self._tail)
 
     @property
     def _tail(self) -> bytes:

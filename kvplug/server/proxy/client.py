@@ -51,6 +51,8 @@ class ClientAnswer(web.StreamResponse):
 
     async def send(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """All of it."""
+        if self._to.is_closing():
+            raise ConnectionResetError("the client left")
         length = b"" if status in _BODILESS else b"Content-Length: %d\r\n" % len(body)
         self._to.writelines((self._head_of(status, headers, length), body))
         if self.is_behind:
@@ -58,8 +60,8 @@ class ClientAnswer(web.StreamResponse):
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """The head of a stream; it goes out with the first part."""
-        self._is_chunked = self._is_1_1
-        self._keeps &= self._is_chunked  # else the end of the connection ends the answer
+        self._is_chunked = self._is_1_1 and status not in _BODILESS
+        self._keeps &= self._is_1_1  # else the end of the connection ends the answer
         length = b"Transfer-Encoding: chunked\r\n" if self._is_chunked else b""
         self._head = self._head_of(status, headers, length)
 
@@ -69,7 +71,7 @@ class ClientAnswer(web.StreamResponse):
             part = b"%x\r\n%b\r\n" % (len(part), part)
         if self._head:
             part, self._head = self._head + part, b""
-        self._to.write(part)
+        self._write(part)
 
     def end(self, last: bytes) -> None:
         """The last part, which may be empty."""
@@ -77,7 +79,7 @@ class ClientAnswer(web.StreamResponse):
             self.add(last)
         end = self._head + (b"0\r\n\r\n" if self._is_chunked else b"")
         if end:
-            self._to.write(end)
+            self._write(end)
 
     def abort(self) -> None:
         """Break it off, so that nobody takes what there is for all of it."""
@@ -96,6 +98,13 @@ class ClientAnswer(web.StreamResponse):
         except TimeoutError as error:
             self.abort()
             raise ConnectionResetError("the client reads nothing") from error
+
+    def _write(self, data: bytes) -> None:
+        """Nothing to a client that left, as its handler is about to be cancelled: uvloop's
+        transports, once closed, raise an error.
+        """
+        if not self._to.is_closing():
+            self._to.write(data)
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """Nothing: aiohttp calls it behind the handler."""

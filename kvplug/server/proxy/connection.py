@@ -114,6 +114,7 @@ class Connection(asyncio.Protocol):
     def rest(self, at_most_s: float) -> None:
         """The answer is done with; close the connection if nobody asks within this time."""
         self._is_idle, self._sink, self._parts = True, None, []
+        self.resume()  # a whole answer may have come at once, to a client that is slow
         self._set_timer(at_most_s, self.close)
 
     def close(self) -> None:
@@ -163,7 +164,8 @@ class Connection(asyncio.Protocol):
             raise ValueError("there is more than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: D102
-        self.headers.append((name, value))
+        if not self.status:  # else of a trailer, which is no part of the head (RFC 9110, 6.5.1)
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:  # noqa: D102
         status = self._parser.get_status_code()
@@ -180,7 +182,9 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:  # noqa: D102
         if self.status:
             self.has_ended = True
-            self.is_reusable = self._parser.should_keep_alive()
+            # A worker that answers before it has read the request may never read the rest.
+            is_sent = not self.is_open or self._transport.get_write_buffer_size() == 0
+            self.is_reusable = is_sent and self._parser.should_keep_alive()
             self._clear_timer()
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kvplug.server.proxy.answers import Stream, WholeEvents
 from kvplug.server.proxy.client import ClientAnswer
-from kvplug.server.proxy.connection import Connection
+from kvplug.server.proxy.connection import Connection, LostError
 from kvplug.server.proxy.upstream import passed_on
 
 Shape = Callable[[bytes], bytes]
@@ -54,8 +54,17 @@ class Relay:
 
     async def finish(self) -> int:
         """All other parts; the status of the answer. LostError, ApiError if the worker breaks
-        off.
+        off: not if all that is missing is the end of its connection's answer.
         """
+        try:
+            await self._parts()
+        except LostError:
+            if not self.stream.is_done:
+                raise
+        self._client.end(self._events.take_begun())
+        return self._worker.status
+
+    async def _parts(self) -> None:
         worker, client = self._worker, self._client
         worker.pass_parts(self._pass)
         while not worker.has_ended:
@@ -63,8 +72,6 @@ class Relay:
             if client.is_behind:
                 await client.caught_up()
             worker.resume()
-        client.end(self._events.take_begun())
-        return worker.status
 
     async def go_on(self, worker: Connection, shape: Shape) -> None:
         """The rest, from another worker. LostError, ApiError if that one breaks off, too."""

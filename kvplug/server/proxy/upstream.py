@@ -72,7 +72,7 @@ class _Address(NamedTuple):
             return cls("", 0, None, b"localhost", "", path)
         parts = urlsplit(url)
         tls = ssl.create_default_context() if parts.scheme == "https" else None
-        named = parts.netloc.rpartition("@")[2].encode("idna" if parts.netloc.isascii() else "utf8")
+        named = parts.netloc.rpartition("@")[2].encode()
         port = parts.port or _PORTS[parts.scheme]
         return cls(parts.hostname or "", port, tls, named, parts.path.rstrip("/"))
 

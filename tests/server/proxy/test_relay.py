@@ -31,8 +31,7 @@ class RawEngine:
         self.num_connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
-                await reader.readexactly(int(length or 0))
+                await self._read(reader, head)
                 if not head.startswith(b"POST"):
                     writer.write(_JSON % (len(_MODELS), _MODELS))
                     continue
@@ -44,6 +43,10 @@ class RawEngine:
             self.num_lost += 1
         finally:
             writer.close()
+
+    async def _read(self, reader, head):
+        length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        await reader.readexactly(int(length or 0))
 
     async def _send(self, writer):
         parts = [self.answer] if isinstance(self.answer, bytes) else self.answer
@@ -60,11 +63,11 @@ async def before(engine, **settings):
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     writers = []
 
-    async def ask(*, version=b"1.1", stream=True, headers=b"", limit=2**16):
+    async def ask(*, version=b"1.1", stream=True, headers=b"", limit=2**16, times=1, **more):
         host, port = service.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=limit)
         writers.append(writer)
-        writer.write(post(version=version, stream=stream, headers=headers))
+        writer.write(times * post(version=version, stream=stream, headers=headers, **more))
         return reader, writer
 
     async with server, serving([url], **settings) as (service, _):
@@ -75,8 +78,8 @@ async def before(engine, **settings):
                 writer.close()
 
 
-def post(*, version=b"1.1", stream=True, headers=b""):
-    body = json.dumps({**COMPLETION, "stream": stream}).encode()
+def post(*, version=b"1.1", stream=True, headers=b"", **more):
+    body = json.dumps({**COMPLETION, "stream": stream, **more}).encode()
     head = b"POST /v1/completions HTTP/%b\r\nHost: r\r\n%bContent-Length: %d\r\n\r\n"
     return head % (version, headers, len(body)) + body
 
@@ -163,6 +166,72 @@ async def test_an_interim_answer_is_none():
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"Link" not in answer
+
+
+async def test_a_trailer_is_no_header():
+    head = _JSON.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+    engine = RawEngine(head + chunk(b"{}") + b"0\r\nX-Trailer: 1\r\n\r\n")
+    async with before(engine) as (_, ask):
+        reader, _ = await ask(stream=False, headers=b"Connection: close\r\n")
+        answer = await reader.read()
+    assert answer.endswith(b"{}")
+    assert b"X-Trailer" not in answer
+
+
+async def test_an_event_stream_without_a_body_has_none():
+    engine = RawEngine(_SSE.replace(b"200 OK", b"204 No Content") + b"\r\n")
+    async with before(engine) as (_, ask):
+        reader, _ = await ask(headers=b"Connection: close\r\n")
+        assert (await reader.read()).endswith(b"Connection: close\r\n\r\n")
+
+
+async def test_a_stream_that_said_it_is_done_is_whole():
+    done = b"data: [DONE]\n\n"
+    engine = RawEngine(_CHUNKED + chunk(_EVENT) + chunk(done), closes=True)
+    async with before(engine) as (service, ask):
+        reader, _ = await ask()
+        assert (await answer_of(reader))[1] == _EVENT + done
+        assert [each.num_broken for each in service.proxy.counts.values()] == [0]
+
+
+class HastyEngine(RawEngine):
+    """Answers a POST at its head, and reads nothing more."""
+
+    async def _read(self, reader, head):
+        if not head.startswith(b"POST"):
+            await super()._read(reader, head)
+
+
+async def test_a_connection_with_a_request_that_was_not_read_is_not_used_again():
+    engine = HastyEngine(_JSON % (2, b"{}"))
+    async with before(engine, health_interval_s=60) as (_, ask):
+        for more in ({"user": "x" * 20_000_000}, {}):
+            reader, _ = await ask(stream=False, headers=b"Connection: close\r\n", **more)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_whole_answer_to_a_slow_client_leaves_a_connection_that_is_read():
+    answer = _CHUNKED + chunk(b"data: " + b"x" * 100_000 + b"\n\n") + b"0\r\n\r\n"
+    engine = RawEngine(answer)
+    async with before(engine, client_timeout_s=20) as (_, ask):
+        slow, _ = await ask(limit=1000, times=100)
+        await until(lambda: len(engine.heads) > 1, "one answer is out")
+        num_before = -1
+        while num_before != len(engine.heads):  # as long as anything moves
+            num_before = len(engine.heads)
+            await asyncio.sleep(0.05)
+        for _ in range(100):
+            await answer_of(slow)
+
+
+async def test_clients_that_leave_or_read_nothing_are_not_logged_as_errors(caplog):
+    engine = RawEngine(_JSON % (20_000_000, b"x" * 20_000_000))
+    async with before(engine, client_timeout_s=0.2) as (service, ask):
+        reader, _ = await ask(stream=False, limit=1000)
+        await reader.readline()
+        times = service.following.times
+        await until(lambda: times.num_by_status[499] == 1, "it is dropped")
+    assert [each for each in caplog.records if each.levelname == "ERROR"] == []
 
 
 def endless():

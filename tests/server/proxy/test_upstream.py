@@ -6,7 +6,7 @@ import json
 from contextlib import asynccontextmanager
 
 from kvplug.server.diagnosis.finding import Code
-from kvplug.server.proxy.upstream import LostError, connect_error
+from kvplug.server.proxy.upstream import LostError, _Address, connect_error
 from tests.server.engine import Engine, served
 from tests.server.test_service import COMPLETION, post_error, routing, serving
 
@@ -79,6 +79,11 @@ async def test_an_answer_that_cannot_be_parsed_is_502_and_not_asked_for_again():
         assert (await post_error(client, COMPLETION))[:2] == (502, "invalid_answer")
         assert sum(engine.num_requests for engine in engines) == 1
         assert all(worker.is_up for worker in service.fleet.workers.values())
+
+
+def test_a_name_as_long_as_names_may_be_is_one_of_a_worker():
+    name = "a" * 63
+    assert _Address.of(f"http://{name}:8000").named == f"{name}:8000".encode()
 
 
 async def test_a_redirect_is_the_clients_to_follow():
