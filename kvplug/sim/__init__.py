@@ -9,6 +9,7 @@ request         one request: its tokens, the hashes of its full blocks
 pool            physical blocks: references, LRU, what is cached, events
 kv_cache        blocks of requests: hits, allocation, freeing
 scheduler       continuous batching: who runs in a step, with how many tokens
+ranks           data-parallel ranks of one engine
 engine          SimulatedEngine; as a program, the entry point of a served one
 engine_config   how fast it is and how it is served, and the flags of both
 
