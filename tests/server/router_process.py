@@ -17,6 +17,16 @@ STOP_LIMIT_S = 60.0
 @contextlib.asynccontextmanager
 async def router_process(*workers, limit, flags=(), env=None):
     """Yields its URL and the lines of its log so far; `limit` of descriptors, hard and soft."""
+    async with started(*workers, limit=limit, flags=flags, env=env) as (process, url, lines):
+        yield url, lines
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(STOP_LIMIT_S):
+            assert await process.wait() == 0, "".join(lines[-20:])
+
+
+@contextlib.asynccontextmanager
+async def started(*workers, limit, flags=(), env=None):
+    """The same, and the process, for who ends it: (process, url, lines)."""
     arguments = [argument for worker in workers for argument in ("--worker", worker)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvplug.router", "--port", "0", *arguments, *flags),
@@ -31,10 +41,7 @@ async def router_process(*workers, limit, flags=(), env=None):
                 lines.append((await process.stderr.readline()).decode())
                 assert lines[-1], "".join(lines)
         reading = asyncio.create_task(_drain(process.stderr, lines))
-        yield lines[-1].partition("listening on ")[2].partition(",")[0], lines
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(STOP_LIMIT_S):
-            assert await process.wait() == 0, "".join(lines[-20:])
+        yield process, lines[-1].partition("listening on ")[2].partition(",")[0], lines
         await reading
     finally:
         if process.returncode is None:
