@@ -123,7 +123,9 @@ def _require_address(url: str, text: str) -> None:
         return
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        # urlsplit drops line breaks and keeps spaces, which would both break a line of a request.
+        usable = url.isprintable() and " " not in url and parts.scheme in ("http", "https")
+        usable = usable and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
     if not usable:

@@ -43,6 +43,8 @@ def test_a_worker_has_an_address():
         "ftp://host",
         "http://",
         "http://host:99999",
+        "http://host/a b",
+        "http://host/\r\nx: y",
         "http://host,tcp://127.0.0.1:5557",
         "http://host,event=tcp://127.0.0.1:5557",
         "http://host,events=5557",

@@ -52,7 +52,8 @@ def url_said(
 def _split(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
-        is_usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_usable = url.isprintable() and " " not in url and parts.scheme in ("http", "https")
+        is_usable = is_usable and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return None
     return parts if is_usable else None

@@ -38,6 +38,8 @@ def test_a_hello_says_where_the_api_is(url, endpoint, expected):
         ("http://", "no http URL"),
         ("http://h:0", "no http URL"),
         ("http://h:99999", "no http URL"),
+        ("http://h:1/a b", "no http URL"),
+        ("http://h:1/a\r\nb", "no http URL"),
         ("http://127.0.0.1:8000", "only its machine reaches; set KVPLUG_WORKER_URL"),
     ],
 )
