@@ -8,6 +8,7 @@ Routing hashes token ids, so "nearly the same text" is a miss.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import partial
@@ -45,6 +46,8 @@ def token_id_prompts(prompt: object) -> list[Tokens] | None:
         return None
     if not isinstance(prompt, list) or not prompt:
         raise cannot("read the prompt", "text or a list of texts or token ids", prompt)
+    if type(prompt[0]) is int:  # nothing but token ids, then
+        return [_token_ids(prompt)]
     kinds = set(map(type, prompt))
     if kinds == {str}:
         return None
@@ -65,10 +68,12 @@ def _token_ids(ids: list[Any]) -> Tokens:
     if not kinds <= {int}:
         found = ", ".join(sorted(kind.__name__ for kind in kinds - {int}))
         raise TokenizerError(f"cannot read the prompt: expected integers as token ids, got {found}")
-    if ids and not 0 <= min(ids) <= max(ids) <= _U32_MAX:
+    try:
+        # A third of what np.array takes, and it looks at the limits, too.
+        return np.frombuffer(array("I", ids), dtype=np.uint32)
+    except OverflowError as error:
         wrong = min(ids) if min(ids) < 0 else max(ids)
-        raise cannot("read the prompt", "token ids in [0, 2**32)", wrong)
-    return np.array(ids, dtype=np.uint32)
+        raise cannot("read the prompt", "token ids in [0, 2**32)", wrong) from error
 
 
 class Extent(StrEnum):
