@@ -8,6 +8,7 @@ media              images and sounds in a chat, and the text before the first on
 model_folder       the files of a model -> its tokenizer and its chat templates
 chat_template      the messages of a chat -> one text
 chat_messages      messages, tools and options, in the form in which a template gets them
+sglang_chat        the same for SGLang; sglang_messages, sglang_responses: bodies of other APIs
 content_format     which form of content a template reads
 template_environment   what templates run in
 piece_encoder      one text -> token ids; pieces that were seen before are not tokenized again

@@ -18,6 +18,7 @@ import jinja2
 from jinja2 import meta
 
 from kvplug.errors import TokenizerError
+from kvplug.tokenization import sglang_chat
 from kvplug.tokenization.chat_messages import (
     RESERVED_OPTIONS,
     Json,
@@ -28,7 +29,12 @@ from kvplug.tokenization.chat_messages import (
 )
 from kvplug.tokenization.content_format import ContentFormat, content_format
 from kvplug.tokenization.media import MARK, common_length, marked, unmarked
-from kvplug.tokenization.template_environment import ENVIRONMENT, takes_inner_system
+from kvplug.tokenization.prompt_kind import Engine
+from kvplug.tokenization.template_environment import (
+    ENVIRONMENT,
+    shows_inner_system,
+    takes_inner_system,
+)
 
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 # Of Anthropic's API.
@@ -58,15 +64,31 @@ class ChatTemplates:
         template, options = self._prepare(body)
         return template.render(body.get("messages"), {**special_tokens, **options})
 
-    def render_before_media(
+    def render_for_sglang(
         self, body: Mapping[str, Any], special_tokens: Mapping[str, str]
+    ) -> tuple[str, str]:
+        """As SGLang renders it, and a text that is tokenized by itself behind that."""
+        template, options = self._prepare_for_sglang(body)
+        return template.render_for_sglang(body, {**special_tokens, **options})
+
+    def _prepare_for_sglang(self, body: Mapping[str, Any]) -> tuple[ChatTemplate, Json]:
+        """It takes no other template where there are tools."""
+        return self._choose(with_tools=False), sglang_chat.options_of(body)
+
+    def render_before_media(
+        self,
+        body: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
+        engine: Engine = Engine.VLLM,
     ) -> tuple[str, int]:
         """A text, and up to where the engine's is equal to it: as far as before the first picture.
 
         For a body with media.
         """
-        template, options = self._prepare(body)
-        return template.render_before_media(body["messages"], {**special_tokens, **options})
+        prepare = self._prepare_for_sglang if engine is Engine.SGLANG else self._prepare
+        template, options = prepare(body)
+        options = {**special_tokens, **options}
+        return template.render_before_media(body["messages"], options, engine)
 
     def _prepare(self, body: Mapping[str, Any]) -> tuple[ChatTemplate, Json]:
         options = options_of(body)
@@ -89,6 +111,22 @@ class ChatTemplates:
             return not all(map(takes_inner_system, chosen))
         except TokenizerError:
             return True
+
+    @cached_property
+    def shows_inner_system(self) -> bool:
+        """Whether SGLang leaves system messages inside a conversation."""
+        try:
+            return shows_inner_system(self._choose(with_tools=False).source)
+        except TokenizerError:
+            return False
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What the template for bodies without tools reads."""
+        try:
+            return self._choose(with_tools=False).variables
+        except TokenizerError:
+            return frozenset()
 
     @cached_property
     def disabled_effort(self) -> str:
@@ -122,6 +160,7 @@ class ChatTemplate:
 
     source: str
     content_format: ContentFormat
+    sglang_format: ContentFormat
     variables: frozenset[str]
     compiled: jinja2.Template
 
@@ -131,7 +170,8 @@ class ChatTemplate:
         try:
             tree = ENVIRONMENT.parse(source)
             variables = frozenset(meta.find_undeclared_variables(tree))
-            return cls(source, content_format(tree), variables, ENVIRONMENT.from_string(source))
+            forms = content_format(tree), sglang_chat.content_format(source, tree)
+            return cls(source, *forms, variables, ENVIRONMENT.from_string(source))
         except (jinja2.TemplateError, SyntaxError) as error:
             raise TokenizerError(f"cannot compile the chat template: {error}") from error
 
@@ -147,17 +187,36 @@ class ChatTemplate:
             )
         return self._run_open_ended(chat, options)
 
-    def render_before_media(self, messages: list[Json], options: Json) -> tuple[str, int]:
+    def render_for_sglang(self, body: Mapping[str, Any], options: Json) -> tuple[str, str]:
+        """A prompt, and what follows it."""
+        chat = sglang_chat.conversation(body.get("messages"), self.sglang_format)
+        chat, open_end = sglang_chat.without_open_end(body, chat)
+        try:
+            return self._run(chat, options), open_end
+        except TokenizerError:
+            if not options["tools"]:
+                raise
+            flat = sglang_chat.without_wrapper(options["tools"])
+            return self._run(chat, {**options, "tools": flat}), open_end
+
+    def render_before_media(
+        self, messages: list[Json], options: Json, engine: Engine
+    ) -> tuple[str, int]:
         """The text with the pictures in it, or with marks, and where it stops to be the engine's.
 
         Templates may put pictures in front of a message's text: so what counts is what the text
         with pictures and the text with marks have in common.
         """
-        options.pop("continue_final_message")
-        chat = self._conversation(marked(messages, self.content_format))
+        options.pop("continue_final_message", None)
+        if engine is Engine.SGLANG:
+            form = self.sglang_format
+            chat = sglang_chat.conversation(marked(messages, form), form)
+        else:
+            form = self.content_format
+            chat = self._conversation(marked(messages, form))
         text = self._run(chat, options)
         begin = text[: max(text.find(MARK), 0)]
-        if self.content_format == "string":
+        if form == "string":
             return text, len(begin)
         text = self._run(unmarked(chat), options)
         return text, common_length(text, begin)

@@ -40,10 +40,10 @@ def _message_names(tree: nodes.Template) -> list[str]:
     aliases = ["messages"]
     for alias in aliases:  # grows while it is walked
         for assignment in tree.find_all(nodes.Assign):
-            if _reads(assignment.node, alias) and _name(assignment.target) not in aliases:
+            if reads(assignment.node, alias) and _name(assignment.target) not in aliases:
                 aliases.append(_name(assignment.target))
     loops = tree.find_all(nodes.For)
-    return [_name(it.target) for it in loops if any(_reads(it.iter, alias) for alias in aliases)]
+    return [_name(it.target) for it in loops if any(reads(it.iter, alias) for alias in aliases)]
 
 
 def _macro_loops(tree: nodes.Template, messages: list[str]) -> dict[int, set[str]]:
@@ -76,10 +76,10 @@ def _walks_content(loop: nodes.For, messages: list[str], parameters: dict[int, s
 
 
 def _reads_content(node: nodes.Node, messages: list[str]) -> bool:
-    return any(_reads(node, message, "content") for message in messages)
+    return any(reads(node, message, "content") for message in messages)
 
 
-def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
+def reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
     """Say whether the node is variable `name`, or its `field`: plain, filtered or sliced."""
     node = _unwrapped(node)
     if field is None:

@@ -19,13 +19,14 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from kvplug.errors import TokenizerError
+from kvplug.tokenization import sglang_messages, sglang_responses
 from kvplug.tokenization.chat_messages import cannot, flag
 from kvplug.tokenization.chat_template import ChatTemplates
 from kvplug.tokenization.media import has_media
 from kvplug.tokenization.messages_api import chat_of_messages
 from kvplug.tokenization.model_folder import find_model_folder, read_model_folder
 from kvplug.tokenization.piece_encoder import PieceEncoder, StoreOptions
-from kvplug.tokenization.prompt_kind import PromptKind
+from kvplug.tokenization.prompt_kind import Engine, PromptKind
 from kvplug.tokenization.responses_api import chat_of_responses
 
 if TYPE_CHECKING:  # a tokenizer needs no kernels: who loads only this waits for no compilation
@@ -139,12 +140,21 @@ class PromptTokenizer:
         """Token ids of the prompt that the chat template makes of a /v1/chat/completions body."""
         return self._encode(*self._chat_text(body))
 
-    def first(self, body: Mapping[str, Any], kind: PromptKind, *, max_new: int) -> PromptIds | None:
+    def first(
+        self,
+        body: Mapping[str, Any],
+        kind: PromptKind,
+        *,
+        max_new: int,
+        engine: Engine = Engine.VLLM,
+    ) -> PromptIds | None:
         """Of a conversation, or of the first text of a completion.
 
         None if more than `max_new` characters of it would have to be tokenized: the others are
         known from earlier prompts.
         """
+        if engine is Engine.SGLANG:
+            return self._first_of_sglang(body, kind, max_new)
         if kind is PromptKind.COMPLETION:
             with_special = flag(body, "add_special_tokens", True)
             return self._first(_texts(_prompt_of(body))[0], body, with_special, max_new)
@@ -152,6 +162,38 @@ class PromptTokenizer:
         if has_media(chat.get("messages")):
             return self._before_media(chat, max_new)
         return self._first(*self._chat_text(chat), max_new)
+
+    def _first_of_sglang(
+        self, body: Mapping[str, Any], kind: PromptKind, max_new: int
+    ) -> PromptIds | None:
+        """SGLang (0.5.23) knows none of the fields that cut a prompt, or choose special tokens."""
+        if kind is PromptKind.COMPLETION:
+            return self._first(_texts(_prompt_of(body))[0], {}, True, max_new)
+        chat = self._sglang_chat(body, kind)
+        if has_media(chat.get("messages")):
+            return self._before_media(chat, max_new, Engine.SGLANG)
+        text, open_end = self._templates.render_for_sglang(chat, self._special_tokens)
+        prompt = self._first(text, {}, False, max_new)
+        if prompt is None or not open_end or prompt.extent is not Extent.WHOLE:
+            return prompt
+        return PromptIds(np.concatenate([prompt.ids, self._open_end(open_end)]))
+
+    def _sglang_chat(self, body: Mapping[str, Any], kind: PromptKind) -> Mapping[str, Any]:
+        inner_system = self._templates.shows_inner_system
+        if kind is PromptKind.RESPONSES:
+            return sglang_responses.chat_of_responses(body, inner_system=inner_system)
+        if kind is PromptKind.MESSAGES:
+            variables = self._templates.variables
+            return sglang_messages.chat_of_messages(
+                body, inner_system=inner_system, variables=variables
+            )
+        return body
+
+    def _open_end(self, text: str) -> Tokens:
+        """With the tokenizer's own special tokens, but for one that begins a text."""
+        ids = self._encode(text, {}, True)
+        begin = self._backend.token_to_id(self._special_tokens.get("bos_token") or "")
+        return ids[1:] if begin is not None and len(ids) and ids[0] == begin else ids
 
     def _first(
         self, text: str, body: Mapping[str, Any], with_special: bool, max_new: int
@@ -164,11 +206,13 @@ class PromptTokenizer:
         ids = self._encode_within(text, body, with_special, max_new)
         return None if ids is None else PromptIds(ids)
 
-    def _before_media(self, chat: Mapping[str, Any], max_new: int) -> PromptIds | None:
+    def _before_media(
+        self, chat: Mapping[str, Any], max_new: int, engine: Engine = Engine.VLLM
+    ) -> PromptIds | None:
         """Of the text before the first picture, as far as no token can reach further."""
         if _limit(chat) is not None:
             raise cannot("tokenize a part of a chat", "no truncate_prompt_tokens", _limit(chat))
-        text, end = self._templates.render_before_media(chat, self._special_tokens)
+        text, end = self._templates.render_before_media(chat, self._special_tokens, engine)
         begin = text[: self.encoder.last_cut(text, end)]
         if not begin:
             raise cannot("tokenize a part of a chat", "a text before the first picture", text[:80])

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OF_DICTS: Final = frozenset(dir(dict))
+_INNER: Final = "__inner_system__"
 # Templates name a few dozen; what they compute as a name is bounded by this.
 _MAX_REMEMBERED: Final = 4096
 
@@ -100,15 +101,24 @@ def takes_inner_system(source: str) -> bool:
     """Whether a template renders a system message inside a conversation, as vLLM 0.32 asks it: in
     an environment without what transformers adds.
     """
+    return _with_inner_system(source) is not None
+
+
+def shows_inner_system(source: str) -> bool:
+    """The same as SGLang 0.5.23 asks it: the text must be there, too."""
+    return _INNER in (_with_inner_system(source) or "")
+
+
+def _with_inner_system(source: str) -> str | None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    roles = ("system", "user", "system", "user")
-    messages = [{"role": role, "content": "t"} for role in roles]
+    roles = {"system": "t", "user": "t"}, {"system": _INNER, "user": "t"}
+    messages = [{"role": it, "content": text} for pair in roles for it, text in pair.items()]
     try:
-        environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+        template = environment.from_string(source)
+        return template.render(messages=messages, add_generation_prompt=False)
     except jinja2.TemplateError:
-        return False
+        return None
     except Exception:  # noqa: BLE001 - a template is a program; here vLLM would not even start
-        return False
-    return True
+        return None

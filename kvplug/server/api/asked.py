@@ -102,6 +102,7 @@ class Asked:
             size=size,
             digests=self._fleet.tokenizers_of(model),
             names_extra_keys=self._fleet.names_extra_keys(model),
+            engines=served.engines,
         )
 
     async def _awaited_model_of(self, body: Body) -> tuple[str, Served]:

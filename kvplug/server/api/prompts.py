@@ -19,11 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from kvplug.errors import TokenizerError
 from kvplug.server.api.bodies import Body, has_extra_key, has_unread_fields
 from kvplug.tokenization.media import has_media
 from kvplug.tokenization.piece_encoder import StoreOptions
-from kvplug.tokenization.prompt_kind import PromptKind
+from kvplug.tokenization.prompt_kind import Engine, PromptKind
 from kvplug.tokenization.prompt_tokenizer import (
     Extent,
     PromptIds,
@@ -54,6 +57,7 @@ class Reason(StrEnum):
     PROMPT_EMBEDS = "prompt_embeds"
     EXTRA_KEY = "extra_key"
     MODE = "mode"  # the router's mode does not go by prompts, so no text is tokenized
+    ENGINES_DIFFER = "engines_differ"  # nothing is known from where their prompts differ on
     NO_PREFIX = "no_prefix"  # embeddings, scores: nothing of them is found in a KV cache
 
 
@@ -64,6 +68,8 @@ _WHY = {
     Reason.PREVIOUS_RESPONSE: "the prompt of what continues a response is in the memory of the "
     "engine that gave it; send the conversation in 'input'",
     Reason.PROMPT_EMBEDS: "the hash of embeddings is the engine's own",
+    Reason.ENGINES_DIFFER: "vLLM and SGLang serve the model, and make different "
+    "prompts of such requests",
     Reason.EXTRA_KEY: "SGLang's own events do not say extra_key; what these requests cache may be "
     "taken for blocks without one, so use kvplug's plug-in or cache_salt",
 }
@@ -74,6 +80,16 @@ class Known(NamedTuple):
 
     prompt: PromptIds | None
     unknown_because: Reason | None = None
+
+
+class _Asked(NamedTuple):
+    """What is known of a body beside it, as tokens_of has it."""
+
+    root: str
+    kind: PromptKind
+    size: int
+    digests: Collection[str]
+    engines: Collection[Engine]
 
 
 class Prompts:
@@ -117,7 +133,7 @@ class Prompts:
         missing = {model for model, tokenizer in loaded.items() if tokenizer is None}
         return frozenset(missing & self.untokenized.keys())
 
-    async def tokens_of(
+    async def tokens_of(  # noqa: PLR0913 - what the engines say, each with a default
         self,
         body: Body,
         root: str,
@@ -126,55 +142,69 @@ class Prompts:
         size: int,
         digests: Collection[str] = (),
         names_extra_keys: bool = False,
+        engines: Collection[Engine] = (Engine.VLLM,),
     ) -> Known:
         """`root` is where the engine loaded the model from, `size` the length of the body;
         `digests`: of the tokenizers that the engines of the model have, as far as they say so;
-        `names_extra_keys`: whether they all say of which extra_key their blocks are.
+        `names_extra_keys`: whether they all say of which extra_key their blocks are; `engines`:
+        which of them serve the model.
 
         A batch of prompts is represented by its first one.
         """
-        known = await self._known(body, root, kind, size, digests)
+        known = await self._known(body, _Asked(root, kind, size, digests, engines))
         if has_extra_key(body) and not names_extra_keys:
             self.note(Reason.EXTRA_KEY)  # its tokens still count as load
             known = Known(known.prompt, known.unknown_because or Reason.EXTRA_KEY)
         return known
 
-    async def _known(
-        self, body: Body, root: str, kind: PromptKind, size: int, digests: Collection[str]
-    ) -> Known:
-        if (reason := _unreadable(body, kind)) is not None:
+    async def _known(self, body: Body, asked: _Asked) -> Known:
+        if (reason := _unreadable(body, asked.kind)) is not None:
             return self.without(reason)
         try:
-            ready = first_token_ids(body) if kind is PromptKind.COMPLETION else None
+            ready = first_token_ids(body) if asked.kind is PromptKind.COMPLETION else None
             if ready is not None:
                 return Known(PromptIds(ready))
-            tokenizer = await self._tokenizer(body["model"], root)
+            tokenizer = await self._tokenizer(body["model"], asked.root)
             if tokenizer is None:
                 self.untokenized[body["model"]] += 1
                 return self.without(Reason.NO_TOKENIZER)
-            if digests and tokenizer.digest not in digests:
+            if asked.digests and tokenizer.digest not in asked.digests:
                 return self.without(Reason.OTHER_TOKENIZER)
-            prompt = await self._tokenized(tokenizer, body, kind, size)
+            prompts = [
+                await self._tokenized(tokenizer, body, asked, engine)
+                for engine in sorted(asked.engines)
+            ]
         except TokenizerError as error:
             # The engine will say what is wrong with the request, if anything is.
             self.untokenized[body["model"]] += 1
             logger.debug("a request is routed by load alone: %s", error)
             is_media = has_media(body.get("messages") or body.get("input"))
             return self.without(Reason.MULTIMODAL if is_media else Reason.UNTOKENIZABLE)
-        if prompt is not None and prompt.extent is Extent.BEFORE_MEDIA:
-            self.note(Reason.MULTIMODAL)
-            return Known(prompt, Reason.MULTIMODAL)
-        return Known(prompt)
+        return self._common(prompts)
+
+    def _common(self, prompts: list[PromptIds]) -> Known:
+        """How far the prompts of several engines are equal."""
+        prompt, reason = prompts[0], None
+        if len(prompts) > 1 and (end := _common_length([it.ids for it in prompts])) is not None:
+            prompt = PromptIds(prompt.ids[:end], Extent.KNOWN_BEGINNING)
+            reason = Reason.ENGINES_DIFFER
+        elif prompt.extent is Extent.BEFORE_MEDIA:
+            reason = Reason.MULTIMODAL
+        if reason is not None:
+            self.note(reason)
+        return Known(prompt, reason)
 
     async def _tokenized(
-        self, tokenizer: PromptTokenizer, body: Body, kind: PromptKind, size: int
-    ) -> PromptIds | None:
-        if size <= _INLINE_BYTES and _num_messages(body) <= _INLINE_MESSAGES:
-            most = _INLINE_CHARACTERS[tokenizer.encoder.library]
-            prompt = tokenizer.first(body, kind, max_new=most)
+        self, tokenizer: PromptTokenizer, body: Body, asked: _Asked, engine: Engine
+    ) -> PromptIds:
+        first = partial(tokenizer.first, body, asked.kind, engine=engine)
+        if asked.size <= _INLINE_BYTES and _num_messages(body) <= _INLINE_MESSAGES:
+            prompt = first(max_new=_INLINE_CHARACTERS[tokenizer.encoder.library])
             if prompt is not None:
                 return prompt
-        return await self._in_thread(partial(tokenizer.first, body, kind, max_new=sys.maxsize))
+        prompt = await self._in_thread(partial(first, max_new=sys.maxsize))
+        assert prompt is not None  # as nothing is too much
+        return prompt
 
     def note(self, reason: Reason) -> None:
         """Count a request; the first one of a reason that has a fix is logged."""
@@ -211,6 +241,16 @@ def _unreadable(body: Body, kind: PromptKind) -> Reason | None:
     if kind is PromptKind.RESPONSES and body.get("previous_response_id") is not None:
         return Reason.PREVIOUS_RESPONSE
     return None if body.get("prompt_embeds") is None else Reason.PROMPT_EMBEDS
+
+
+def _common_length(prompts: list[npt.NDArray[np.uint32]]) -> int | None:
+    """How many of the first ids are equal; None if all are."""
+    shortest = min(map(len, prompts))
+    ids = np.array([prompt[:shortest] for prompt in prompts])
+    different = np.flatnonzero((ids != ids[0]).any(axis=0))
+    if len(different):
+        return int(different[0])
+    return None if all(len(prompt) == shortest for prompt in prompts) else shortest
 
 
 def _num_messages(body: Body) -> int:

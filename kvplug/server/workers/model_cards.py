@@ -13,6 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
+
+from kvplug.tokenization.prompt_kind import Engine
 
 _LENGTH: Final = "max_model_len"
 
@@ -22,13 +25,14 @@ class Served(msgspec.Struct, frozen=True):
 
     base: the model; lora_name: the adapter on top of it, "" for none; root: where the engine
     loaded the model from, the folder of the tokenizer that is used with adapters, too; lora_path:
-    where it loaded the adapter from.
+    where it loaded the adapter from; engines: which serve it, as they say who owns the model.
     """
 
     base: str
     lora_name: str = ""
     root: str = ""
     lora_path: str = ""
+    engines: frozenset[Engine] = frozenset([Engine.VLLM])
 
 
 Models = Mapping[str, Served]
@@ -57,7 +61,9 @@ class ModelTable:
         """
         self.known: dict[str, Served] = {}
         for models in reversed([*up.values(), *down.values()]):
-            self.known.update(models)
+            for name, served in models.items():
+                others = self.known[name].engines if name in self.known else frozenset()
+                self.known[name] = replace(served, engines=served.engines | others)
         names = sorted({name for models in up.values() for name in models})
         self.served = {name: self.known[name] for name in names}
         workers = _workers_by_name(down) | _workers_by_name(up)
@@ -133,9 +139,11 @@ def _name(card: _Card) -> str:
 
 
 def _served(card: _Card, roots: dict[str, str]) -> Served:
+    engines = frozenset([Engine.SGLANG if card.owned_by == "sglang" else Engine.VLLM])
     if not card.parent:
-        return Served(card.id, "", roots[card.id])
-    return Served(card.parent, card.id, roots.get(card.parent, ""), card.root or "")
+        return Served(card.id, "", roots[card.id], engines=engines)
+    root = roots.get(card.parent, "")
+    return Served(card.parent, card.id, root, card.root or "", engines)
 
 
 class _Card(msgspec.Struct):

@@ -10,6 +10,7 @@ from kvplug.server.workers.model_cards import (
     served_by,
     with_root,
 )
+from kvplug.tokenization import prompt_kind
 from tests.server.engine import Engine
 from tests.server.test_service import COMPLETION, routing
 
@@ -31,7 +32,8 @@ def test_an_adapter_has_the_tokenizer_of_its_model():
 
 def test_an_adapter_of_sglang_has_the_name_that_sglang_understands():
     served = served_by(VLLM.replace(b'"vllm"', b'"sglang"'))
-    assert served["m:l"] == Served("m", "l", "/models/m", "/adapters/l")
+    engines = frozenset([prompt_kind.Engine.SGLANG])
+    assert served["m:l"] == Served("m", "l", "/models/m", "/adapters/l", engines)
     assert "l" not in served
 
 
@@ -39,6 +41,12 @@ def test_a_list_that_is_none_is_a_value_error():
     for answer in (b"", b"{}", b'{"data": [{"root": "x"}]}'):
         with pytest.raises(ValueError, match=r".+"):
             served_by(answer)
+
+
+def test_all_engines_of_a_model_count():
+    known = {engine: Served("m", engines=frozenset([engine])) for engine in prompt_kind.Engine}
+    table = ModelTable({"a": {"m": known["vllm"]}}, {"b": {"m": known["sglang"]}})
+    assert table.known["m"].engines == {"vllm", "sglang"}
 
 
 M, N, OLD = Served("m", root="/m"), Served("n"), Served("m", root="/old")
