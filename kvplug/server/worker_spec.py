@@ -121,13 +121,21 @@ def _require_address(url: str, text: str) -> None:
             limit = f"an absolute path of at most {_MAX_SOCKET_PATH_BYTES} bytes"
             raise ConfigError(f"worker {text!r}: behind unix: is not {limit}; expected {EXAMPLES}")
         return
+    names_user = False
     try:
         parts = urlsplit(url)
+        names_user = "@" in parts.netloc
         # urlsplit drops line breaks and keeps spaces, which would both break a line of a request.
         usable = url.isprintable() and " " not in url and parts.scheme in ("http", "https")
         usable = usable and bool(parts.hostname) and parts.port != 0
     except ValueError:
         usable = False
+    # A password may hold any character, also one with which the rest is no URL. A topic has an @.
+    if names_user or (not usable and "@" in text.partition("=")[0]):
+        raise ConfigError(
+            "a worker's URL may not name a user or a password, which logs and metrics would show: "
+            "expected http://HOST:PORT and the engine's key in a file, --worker-api-key-file"
+        )
     if not usable:
         raise ConfigError(
             f"worker {text!r}: {url!r} is no http URL, no unix:/path and no event endpoint; "

@@ -61,6 +61,27 @@ def test_a_malformed_worker_is_rejected_with_the_form(text):
     assert f"worker {text!r}" in str(rejected.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://me:secret@host:8100",
+        "http://secret@host",
+        "http://me:secret@host:bad,events=tcp://a:1",
+        "https://me:se/secret@host",
+        "http://me:se,secret@host",
+        "me:secret@host:8100",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(text):
+    with pytest.raises(ConfigError, match="--worker-api-key-file") as rejected:
+        WorkerSpec.parse(text)
+    assert "secret" not in str(rejected.value)
+
+
+def test_an_at_sign_elsewhere_is_no_password():
+    assert WorkerSpec.parse("http://host/@a,topic=kv@b").url == "http://host/@a"
+
+
 def test_a_replay_endpoint_of_another_transport_is_rejected(monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "memory", MemoryTransport)
     text = "http://host,events=memory://engine,replay=tcp://127.0.0.1:6557"

@@ -57,12 +57,18 @@ class WorkerRoutes:
         asked = await read_message(await self._reader.read(request), AddWorker)
         try:
             spec = WorkerSpec.parse(asked.worker)
-            before = self._fleet.workers.get(spec.name)
-            if before is None:
+        except ConfigError as error:
+            raise _refused(error) from error
+        if spec.name not in self._fleet.workers:
+            try:
                 worker = await self._fleet.add(spec, frozenset(asked.taints))
+            except (ConfigError, TransportError) as error:
+                if spec.name not in self._fleet.workers:
+                    raise _refused(error) from error
+                # Another request added it while this one waited.
+            else:
                 return _answer(self._state(worker), 201)
-        except (ConfigError, TransportError) as error:
-            raise ApiError(400, str(error), code="invalid_field", param="worker") from error
+        before = self._fleet.workers[spec.name]
         if before.spec != spec:
             message = f"worker {spec.name!r} is there already as {before.spec.text!r}: remove it "
             raise ApiError(409, message + "before it is added anew", code="worker_exists")
@@ -103,6 +109,10 @@ class WorkerRoutes:
             taints=sorted(worker.taints),
             requests_in_flight=self._fleet.num_in_flight(worker),
         )
+
+
+def _refused(error: Exception) -> ApiError:
+    return ApiError(400, str(error), code="invalid_field", param="worker")
 
 
 def _answer(message: msgspec.Struct, status: int = 200) -> web.Response:

@@ -9,6 +9,10 @@ kernel's work on it (docs/decisions.md, 103). aiohttp reads the requests, and ke
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import struct
+import termios
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
@@ -21,6 +25,7 @@ from kvplug.server.proxy.upstream import lines_of
 
 _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 _BODILESS: Final = frozenset((204, 304))
+_LOOKS: Final = 4  # at a client that is behind, within its time limit
 
 
 CLOSES: Final = web.RequestKey("closes", bool)
@@ -91,13 +96,29 @@ class ClientAnswer(web.StreamResponse):
         return self._to.get_write_buffer_size() > self._most_bytes
 
     async def caught_up(self) -> None:
-        """Until the client has read most of what there is."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._writer.drain()
-        except TimeoutError as error:
-            self.abort()
-            raise ConnectionResetError("the client reads nothing") from error
+        """Until the client has read most of what there is, however long it takes."""
+        num_unread, num_quiet = self._num_unread, 0
+        while num_quiet < _LOOKS:
+            try:
+                async with asyncio.timeout(self._timeout_s / _LOOKS):
+                    await self._writer.drain()
+                return
+            except TimeoutError:
+                before, num_unread = num_unread, self._num_unread
+                num_quiet = 0 if num_unread < before else num_quiet + 1
+        self.abort()
+        raise ConnectionResetError("the client reads nothing")
+
+    @property
+    def _num_unread(self) -> int:
+        """Bytes that its side has not acknowledged. The kernel takes more from here only once a
+        third of its buffer, of up to some MB, is free.
+        """
+        num, held = self._to.get_write_buffer_size(), struct.pack("i", 0)
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = self._to.get_extra_info("socket").fileno()
+            held = fcntl.ioctl(descriptor, termios.TIOCOUTQ, held)
+        return num + int(struct.unpack("i", held)[0])
 
     def _write(self, data: bytes) -> None:
         """Nothing to a client that left, as its handler is about to be cancelled: uvloop's

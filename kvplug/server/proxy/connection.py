@@ -22,6 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 Sink = Callable[[bytes], None]
 
 _MAX_HEAD_BYTES: Final = 2**16
+_FIRST_STATUS: Final = 100
 _FIRST_FINAL_STATUS: Final = 200
 
 
@@ -169,6 +170,8 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:  # noqa: D102
         status = self._parser.get_status_code()
+        if status < _FIRST_STATUS:  # no final one would have to follow
+            raise ValueError(f"its status is {status:03}")
         if status < _FIRST_FINAL_STATUS:
             self.headers = []
             return

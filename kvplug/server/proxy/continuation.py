@@ -47,6 +47,7 @@ _OTHERS: Final = frozenset(("model", "messages", "prompt", "stream", "stream_opt
 _EMPTY_TEXT: Final = re.compile(rb'"(?:content|text)": ?""|"delta": ?\{\}')
 _ODD_DELTA: Final = re.compile(rb'"(?:reasoning\w*|tool_calls|refusal)": ?["{[]')
 _FINISHED: Final = re.compile(rb'"finish_reason": ?"')
+_USAGE_CHUNK: Final = re.compile(rb'"choices": ?\[\][^\n]*"usage": ?\{')
 _UNSEEN: Final = ("prompt_token_ids", "token_ids")
 _OF_CHATS: Final = ("logprobs", "finish_reason", "stop_reason")
 _DONE: Final = b"data: [DONE]\n\n"
@@ -63,7 +64,7 @@ class Continuation:
         self._tokens: list[int] = []
         self._num_with_text = 0
         self._head: dict[str, Any] = {}
-        self._is_exact, self._has_finished = True, False
+        self._is_exact, self._has_finished, self._has_usage = True, False, False
 
     def note(self, events: bytes) -> None:
         """Whole events as the engine sent them."""
@@ -78,6 +79,7 @@ class Continuation:
         if _ODD_DELTA.search(events):
             self._is_exact = False
         self._has_finished |= _FINISHED.search(events) is not None
+        self._has_usage |= _USAGE_CHUNK.search(events) is not None
         if events.count(b"\n\n") > 1 or _EMPTY_TEXT.search(events) is None:
             self._num_with_text = self._num_of_text(events)
 
@@ -115,7 +117,8 @@ class Continuation:
         """The end of a complete stream."""
         choice = self._choice({"index": 0, "text": "", "logprobs": None, "finish_reason": "length"})
         end = b"" if self._has_finished else self._chunk([choice])
-        if (self._body.get("stream_options") or {}).get("include_usage"):
+        options = self._body.get("stream_options") or {}
+        if options.get("include_usage") and not self._has_usage:
             end += self._chunk([], usage=self._usage({}))
         return end + _DONE
 
@@ -147,6 +150,7 @@ class Continuation:
             return event + b"\n\n"
         choices = [self._choice(each) for each in chunk["choices"]]
         usage = chunk.get("usage")
+        self._has_usage |= bool(usage) and not choices
         return self._chunk(choices, **({"usage": self._usage(usage)} if usage else {}))
 
     def _chunk(self, choices: list[dict[str, Any]], **more: object) -> bytes:

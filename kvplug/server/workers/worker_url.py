@@ -38,6 +38,8 @@ def url_said(
         raise ValueError((_UNREADABLE if is_ours else _STOCK) if has_spoken else _SILENT)
     if not about.url:
         raise ValueError(f"its hello does not say where its API is; {_SET}")
+    if "@" in about.url:
+        raise ValueError(f"its hello says a URL with an @, which may hold a password; {_SET}")
     parts = _split(about.url)
     if parts is None or parts.hostname is None:
         raise ValueError(f"its hello says {about.url!r}, which is no http URL; {_SET}")

@@ -49,6 +49,17 @@ async def test_a_worker_is_added_used_and_removed():
     assert (first.num_requests, second.num_requests) == (0, 2)
 
 
+async def test_two_that_add_a_worker_at_once_are_both_told_that_it_is_there():
+    async with routing(Engine()) as (service, client), served(Engine()) as url:
+
+        async def add():
+            async with client.post("/workers", json={"worker": url}) as response:
+                return response.status, (await response.json())["name"]
+
+        assert sorted(await asyncio.gather(add(), add())) == [(200, url), (201, url)]
+        assert len(service.fleet.workers) == 2
+
+
 async def test_a_worker_that_is_not_up_yet_is_found_once_it_is():
     async with routing(Engine()) as (service, client):
         async with client.post("/workers", json={"worker": "http://127.0.0.1:9"}) as response:

@@ -18,7 +18,7 @@ def compact(body):
 
 class CountingEngine:
     """`dies_after`: so many tokens of each answer the connection ends, in the middle of an event;
-    or at its "end", before the last line; None: never. `silent`: tokens whose text comes with
+    or at its "end", before the usage, or behind that ("usage"); None: never. `silent`: tokens whose text comes with
     the next one, as of half a character.
     """
 
@@ -54,6 +54,9 @@ class CountingEngine:
             usage["total_tokens"] = len(prompt) + number
             await response.write(b"data: " + compact(self._chunk(is_chat, []) | {"usage": usage}))
             await response.write(b"\n\n")
+        if self.dies_after == "usage":
+            request.transport.close()
+            return response
         await response.write(b"data: [DONE]\n\n")
         return response
 

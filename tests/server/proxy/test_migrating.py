@@ -71,11 +71,21 @@ async def test_tokens_whose_text_had_not_come_are_generated_again():
 
 
 @pytest.mark.parametrize("kind", PATHS)
-async def test_where_only_the_end_is_missing_nobody_is_asked(kind):
-    first, second = CountingEngine("a", dies_after="end"), CountingEngine("b")
+@pytest.mark.parametrize("dies_after", ["end", "usage"])
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+async def test_where_only_the_end_is_missing_nobody_is_asked(kind, dies_after, more):
+    first, second = CountingEngine("a", dies_after=dies_after), CountingEngine("b")
     async with before(first, second) as (_, client):
-        assert await events_of(client, kind) == await unbroken(kind)
+        assert await events_of(client, kind, **more) == await unbroken(kind, **more)
     assert second.bodies == []
+
+
+@pytest.mark.parametrize("kind", PATHS)
+async def test_a_second_worker_that_breaks_behind_the_usage_does_not_repeat_it(kind):
+    engines = CountingEngine("a", dies_after=2), CountingEngine("b", dies_after="usage")
+    more = {"stream_options": {"include_usage": True}}
+    async with before(*engines) as (_, client):
+        assert await events_of(client, kind, **more) == await unbroken(kind, **more)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ async def test_an_answer_to_nothing_closes_the_connection():
         b"no HTTP\r\n\r\n",
         _JSON.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") % (2, b"{}"),
         _CHUNKED + b"xyz\r\n",
+        b"HTTP/1.1 000 X\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 099 X\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000,
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000 + b"\r\nContent-Length: 0\r\n\r\n",
@@ -238,6 +240,16 @@ async def test_clients_that_leave_or_read_nothing_are_not_logged_as_errors(caplo
         times = service.following.times
         await until(lambda: times.num_by_status[499] == 1, "it is dropped")
     assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+
+
+async def test_a_client_that_reads_slowly_and_steadily_gets_all_of_a_large_answer():
+    engine = RawEngine(_JSON % (30_000_000, b"x" * 30_000_000))
+    async with before(engine, client_timeout_s=0.4) as (_, ask):
+        reader, _ = await ask(stream=False, limit=1000)
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(30):  # longer than the time limit, and never as long without a read
+            await reader.readexactly(1_000_000)
+            await asyncio.sleep(0.03)
 
 
 def endless():

@@ -48,6 +48,12 @@ def test_a_url_that_is_no_use_is_named_with_what_to_set(url, sentence):
         said(url)
 
 
+def test_a_password_in_a_url_is_not_repeated():
+    with pytest.raises(ValueError, match="may hold a password; set KVPLUG") as rejected:
+        said("http://me:secret@h:8000")
+    assert "secret" not in str(rejected.value)
+
+
 def test_without_a_hello_it_is_said_what_is_missing():
     with pytest.raises(ValueError, match="nothing has come from its event endpoint yet"):
         url_said(None, ENDPOINT, has_spoken=False)
