@@ -278,7 +278,7 @@ class SelectionRoutes:
         if prompt.tokens is None and prompt.hashes is None:
             self._audit.exclude(decision, "no_token_ids")
         self._fleet.ejections.note_sent(decision.rank.worker)
-        counts = self._proxy.counts[decision.rank.worker]
+        counts = self._proxy.counts_of(decision.rank.worker)
         counts.num_requests += 1
         counts.num_prompt_tokens += prompt.num_tokens
         counts.num_cached_tokens += decision.cached_tokens

@@ -47,7 +47,9 @@ class _Asked(NamedTuple):
 
 
 class Diagnosis:
-    """start, stop; ask, look -> findings. `seen` has every (worker, code) that was ever found."""
+    """start, stop; ask, look -> findings. `seen` has every (worker, code) that was ever found
+    of the workers that there are.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,22 @@ class Diagnosis:
         for worker, code in sorted(self._now - now):
             logger.info("worker %s: %s no longer holds", worker, code)
         self._now, self.seen = now, self.seen | now
+        self._forget_removed()
         return findings
+
+    def _forget_removed(self) -> None:
+        """Nothing is kept of workers that the fleet has no more."""
+        names = self._fleet.workers.keys()
+
+        def is_gone(rank: str) -> bool:
+            return not {rank, rank.rpartition("#")[0]} & names
+
+        self.seen = {each for each in self.seen if not is_gone(each[0])}
+        for name in self._asked.keys() - names:
+            del self._asked[name]
+        for rank in [each for each in self._away_since if each.worker not in names]:
+            del self._away_since[rank]
+        self._skips.forget(is_gone)
 
     async def _keep_looking(self) -> None:
         while True:

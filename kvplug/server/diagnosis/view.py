@@ -6,7 +6,7 @@ In:  nothing; the parts that know fill it in.   Out: WorkerView.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvplug.audit.ledger import RankLedger
@@ -93,6 +93,11 @@ class RecentCounts:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._grew: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Workers of which this is true."""
+        for worker, reason in [each for each in self._grew if is_gone(each[0])]:
+            del self._grew[worker, reason]
 
     def of(self, worker: str, counts: Counter[str], now_s: float) -> Counter[str]:
         """A reason that is seen for the first time has just grown."""

@@ -102,10 +102,11 @@ class ClientAnswer(web.StreamResponse):
             try:
                 async with asyncio.timeout(self._timeout_s / _LOOKS):
                     await self._writer.drain()
-                return
             except TimeoutError:
                 before, num_unread = num_unread, self._num_unread
                 num_quiet = 0 if num_unread < before else num_quiet + 1
+            else:
+                return
         self.abort()
         raise ConnectionResetError("the client reads nothing")
 

@@ -35,6 +35,7 @@ from kvplug.server.proxy.relay import Relay, Shape
 from kvplug.server.proxy.upstream import Outgoing, Upstream, passed_on
 from kvplug.server.proxy.usage import usage_of
 from kvplug.server.workers.fleet import Fleet
+from kvplug.server.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Proxy:
         self._migrating = Migrating(
             router, fleet, upstream, on_move=self._note_moved, on_loss=self._note_broken
         )
+        fleet.on_removed.append(self._forget)
         self._renewal_period_s = router.config.request_expiry_s / 2
 
     async def forward(self, request: web.Request, forward: Forward) -> web.StreamResponse:
@@ -121,6 +123,15 @@ class Proxy:
         message = f"{' and '.join(sorted(lost))} went away before the answer began"
         raise ApiError(502, message, code="worker_lost")
 
+    def counts_of(self, name: str) -> WorkerCounts:
+        """To count in; what is counted of a worker that was removed is not kept."""
+        return self.counts[name] if name in self._fleet.workers else WorkerCounts()
+
+    def _forget(self, worker: Worker) -> None:
+        self.counts.pop(worker.name, None)
+        if worker.url is not None:
+            self._upstream.forget(worker.url)
+
     def _renew_in_time(self, exchange: _Exchange) -> None:
         """Its load counts until it is finished, not until it expires."""
         loop = asyncio.get_running_loop()
@@ -132,18 +143,20 @@ class Proxy:
 
     def note_answer(self, name: str, status: int) -> None:
         """The worker answered a request, or failed to with this status."""
+        if name not in self._fleet.workers:  # it was removed meanwhile
+            return
         ejections = self._fleet.ejections
         if status not in _FAULTS:
             if ejections.note_success(name):
                 logger.info("worker %s answers again", name)
         elif ejections.note_failure(name):
-            self.counts[name].num_ejections += 1
+            self.counts_of(name).num_ejections += 1
             seconds = ejections.left_s(name)
             logger.warning("worker %s fails, it gets no requests for %g s", name, seconds)
 
     def note_loss(self, name: str, error: LostError) -> None:
         """The worker did not answer a request; one that was not reached is down."""
-        self.counts[name].num_lost += 1
+        self.counts_of(name).num_lost += 1
         self.note_answer(name, _LOST_STATUS)
         if error.was_reached:
             logger.warning("worker %s went away before it answered: %s", name, error)
@@ -168,7 +181,7 @@ class Proxy:
         unauditable = "no_token_ids" if forward.tokens is None else forward.unauditable
         if unauditable is not None:
             self._audit.exclude(decision, unauditable)
-        counts = self.counts[decision.rank.worker]
+        counts = self.counts_of(decision.rank.worker)
         counts.num_requests += 1
         self._fleet.ejections.note_sent(decision.rank.worker)
         counts.num_prompt_tokens += len(tokens)
@@ -256,12 +269,13 @@ class Proxy:
 
     def _note_broken(self, name: str, reason: str) -> None:
         logger.warning("worker %s went away in the middle of an answer: %s", name, reason)
-        self.counts[name].num_broken += 1
+        self.counts_of(name).num_broken += 1
         self.note_answer(name, _LOST_STATUS)
 
     def _note_moved(self, name: str) -> None:
-        self.counts[name].num_requests += 1
-        self.counts[name].num_migrated += 1
+        counts = self.counts_of(name)
+        counts.num_requests += 1
+        counts.num_migrated += 1
         self._fleet.ejections.note_sent(name)
 
     def _finish(self, exchange: _Exchange) -> None:

@@ -125,9 +125,15 @@ class Upstream:
             if connection is not None:
                 self._release(request.worker, connection)
 
+    def forget(self, worker: str) -> None:
+        """Keep nothing of a worker; what it is answering goes on."""
+        self._addresses.pop(worker, None)
+        for connection in self._idle.pop(worker, []):
+            connection.close()
+
     def _idle_to(self, worker: str) -> Connection | None:
         """The one that was used last; those that the worker closed are dropped."""
-        idle = self._idle[worker]
+        idle = self._idle.get(worker)
         while idle:
             connection = idle.pop()
             if connection.is_open:
@@ -135,7 +141,8 @@ class Upstream:
         return None
 
     def _release(self, worker: str, connection: Connection) -> None:
-        if not (connection.is_reusable and connection.is_open):
+        is_removed = worker not in self._addresses
+        if is_removed or not (connection.is_reusable and connection.is_open):
             connection.close()
             return
         connection.rest(_KEEPALIVE_S)

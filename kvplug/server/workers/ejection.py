@@ -70,6 +70,11 @@ class Ejections:
         self._ejected[worker] = _Ejected(now_s + self._lasts_s, self._lasts_s)
         return True
 
+    def forget(self, worker: str) -> None:
+        """It is a worker no more."""
+        self._num_failures.pop(worker, None)
+        self._ejected.pop(worker, None)
+
     def _left_s(self, worker: str, now_s: float) -> float:
         ejected = self._ejected.get(worker)
         return 0.0 if ejected is None else ejected.until_s - now_s

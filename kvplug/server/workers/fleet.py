@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvplug.audit.audit import Audit
@@ -46,6 +47,8 @@ class Fleet(Serving):
         self._checks = HealthChecks(config, router, session, self, self._events)
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._changing = asyncio.Lock()  # one worker comes or goes at a time
+        self.on_removed: list[Callable[[Worker], object]] = []
+        """Called with a worker that is one no more; requests may still be on it."""
 
     def _make_events(self) -> WorkerEvents:
         return WorkerEvents(self._config, self._router, self._audit)
@@ -103,6 +106,9 @@ class Fleet(Serving):
             await asyncio.gather(task, return_exceptions=True)
             self.workers = {name: each for name, each in self.workers.items() if each is not worker}
             self.note_change()
+            self.ejections.forget(worker.name)
+            for forget in self.on_removed:
+                forget(worker)
             if self.uses_events:
                 await asyncio.to_thread(self._events.set_sources, worker.spec, ())
             await asyncio.to_thread(self._router.remove_worker, worker.name)

@@ -60,6 +60,37 @@ async def test_two_that_add_a_worker_at_once_are_both_told_that_it_is_there():
         assert len(service.fleet.workers) == 2
 
 
+async def test_nothing_is_kept_of_a_worker_that_was_removed_and_its_requests_end():
+    first, second = Engine(), Engine(models=["other"])
+    async with (
+        routing(first, eject_after=1) as (service, client),
+        served(second) as url,
+    ):
+        async with client.post("/workers", json={"worker": url}) as response:
+            assert response.status == 201
+        assert (await complete(client, model="other"))[0] == 200  # its connection is kept
+        second.behaviour = "gated"
+        streaming = asyncio.create_task(complete(client, model="other", stream=True))
+        await until(lambda: second.num_requests == 2, "a stream has begun")
+        service.proxy.note_answer(url, 500)
+        assert service.fleet.ejections.left_s(url) is not None
+        await service.diagnosis.ask()
+        service.diagnosis.look()
+        assert url in {worker for worker, _ in service.diagnosis.seen}
+        async with client.delete(path_of(url)) as response:
+            assert response.status == 204
+        second.gate.set()
+        status, answer = await streaming
+        assert (status, answer.endswith(b"data: [DONE]\n\n")) == (200, True)
+        service.proxy.note_answer(url, 500)
+        assert service.fleet.ejections.left_s(url) is None
+        upstream = service.proxy._upstream
+        assert [*upstream._idle.keys(), *upstream._addresses.keys()] == []
+        assert url not in service.proxy.counts
+        async with client.get("/metrics") as response:
+            assert url not in await response.text()
+
+
 async def test_a_worker_that_is_not_up_yet_is_found_once_it_is():
     async with routing(Engine()) as (service, client):
         async with client.post("/workers", json={"worker": "http://127.0.0.1:9"}) as response:

@@ -18,8 +18,8 @@ def compact(body):
 
 class CountingEngine:
     """`dies_after`: so many tokens of each answer the connection ends, in the middle of an event;
-    or at its "end", before the usage, or behind that ("usage"); None: never. `silent`: tokens whose text comes with
-    the next one, as of half a character.
+    or at its "end", before the usage, or behind that ("usage"); None: never. `silent`: tokens
+    whose text comes with the next one, as of half a character.
     """
 
     def __init__(self, name, *, dies_after=None, silent=()):
