@@ -47,7 +47,8 @@ _LOST: Final = ApiError(502, "no worker answered", code="worker_lost")
 class NginxConfiguration:
     """What the file says. listen: of nginx, as HOST:PORT; decisions: the router's Unix socket;
     ends: where datagrams go, as HOST:PORT; folder: for the files that nginx makes; num_files: how
-    many it may have open; endpoints: the paths that clients reach; times in seconds.
+    many it may have open; endpoints: the paths that clients reach; user: of its workers if root
+    starts it, and their group, None for what nginx takes by itself; times in seconds.
     """
 
     listen: str
@@ -60,6 +61,7 @@ class NginxConfiguration:
     client_timeout_s: float
     num_files: int
     endpoints: Sequence[str]
+    user: tuple[str, str] | None = None
 
     @property
     def text(self) -> str:
@@ -69,13 +71,21 @@ class NginxConfiguration:
     @property
     def _main(self) -> str:
         return f"""\
-worker_processes auto;
+{self._user}worker_processes auto;
 worker_rlimit_nofile {self.num_files};
 pid {self.folder}/nginx.pid;
 error_log {self.folder}/nginx-error.log warn;
 # A stream takes two: to the client and to the worker.
 events {{ worker_connections {max(self.num_files // 2, 512)}; }}
 """
+
+    @property
+    def _user(self) -> str:
+        """One that may connect to the router's socket."""
+        if self.user is None:
+            return ""
+        name, group = self.user
+        return f'# Counts if root starts nginx, which warns otherwise.\nuser "{name}" "{group}";\n'
 
     @property
     def _http(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import grp
 import logging
 import os
+import pwd
 import resource
 import socket
 from contextlib import AsyncExitStack
@@ -99,6 +100,7 @@ class NginxFront:
             request_timeout_s=config.request_timeout_s,
             client_timeout_s=config.client_timeout_s,
             endpoints=["/v1/models", *(each.path for each in ENDPOINTS)],
+            user=_user_of_workers(config.nginx_group),
             num_files=_MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES),
         )
 
@@ -109,6 +111,19 @@ def _require_ours(file: Path) -> None:
             f"nginx_config: expected no file, or one that kvplug wrote, at {str(file)!r}; "
             "another one is there"
         )
+
+
+def _user_of_workers(group: str | None) -> tuple[str, str] | None:
+    """With its group, of nginx's workers: one that the socket is open to. None where the router
+    runs as root, as nginx's workers better do not, or as a user without a name.
+    """
+    if group is not None:
+        return "nobody", group
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        return None if user.pw_uid == 0 else (user.pw_name, grp.getgrgid(user.pw_gid).gr_name)
+    except KeyError:
+        return None
 
 
 def _bound(path: Path, group: str | None) -> socket.socket:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-import pwd
+import re
 import shutil
 import socket
 
@@ -22,15 +22,17 @@ def free_port():
         return taken.getsockname()[1]
 
 
-def directives():
-    """Beside the file: in the foreground, and with workers of this user if root starts it."""
-    user = f"user {pwd.getpwuid(os.geteuid()).pw_name};" if os.geteuid() == 0 else ""
-    return f"daemon off; {user}"
+def directives(file):
+    """Beside the file: in the foreground, and with workers of root if root starts it and the file
+    names no user; nginx refuses a second one.
+    """
+    names_user = re.search(r"^user ", file.read_text(), re.MULTILINE) is not None
+    return "daemon off;" if names_user or os.geteuid() != 0 else "daemon off; user root;"
 
 
 async def checked(file):
     """What `nginx -t` says of the file, and whether it takes it."""
-    command = (NGINX, "-t", "-e", "stderr", "-c", str(file), "-g", directives())
+    command = (NGINX, "-t", "-e", "stderr", "-c", str(file), "-g", directives(file))
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, said = await process.communicate()
     return process.returncode == 0, said.decode()
@@ -39,7 +41,7 @@ async def checked(file):
 @contextlib.asynccontextmanager
 async def running(file, port):
     """nginx with this configuration, until it takes connections; yields the process."""
-    command = (NGINX, "-e", "stderr", "-c", str(file), "-g", directives())
+    command = (NGINX, "-e", "stderr", "-c", str(file), "-g", directives(file))
     process = await asyncio.create_subprocess_exec(*command)
     try:
         await until(lambda: _accepts(port), "nginx listens")

@@ -4,6 +4,7 @@ import asyncio
 import grp
 import json
 import os
+import pwd
 import socket
 import stat
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from kvplug.errors import ConfigError, TransportError
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.nginx.ends import End, read
+from kvplug.server.nginx.front import _user_of_workers
 from kvplug.server.service import RouterService
 from tests.server.engine import Engine, served
 from tests.waiting import until
@@ -230,3 +232,16 @@ async def test_the_socket_of_a_group_is_the_groups(tmp_path):
         async with RouterService(config):
             state = (tmp_path / "decisions.sock").stat()
             assert (stat.S_IMODE(state.st_mode), state.st_gid) == (0o660, group.gr_gid)
+            text = (tmp_path / "nginx.conf").read_text()
+            assert f'\nuser "nobody" "{group.gr_name}";\n' in text
+
+
+@pytest.mark.parametrize(
+    ("uid", "expected"),
+    [(0, None), (pwd.getpwnam("daemon").pw_uid, ("daemon", "daemon")), (2**31 - 9, None)],
+)
+def test_without_a_group_nginxs_workers_have_the_routers_user_unless_it_is_root(
+    monkeypatch, uid, expected
+):
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert _user_of_workers(None) == expected

@@ -1,10 +1,14 @@
 """The real nginx asks a router on real sockets, in front of engines that misbehave on request."""
 
 import asyncio
+import grp
 import json
+import os
 import stat
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import aiohttp
 import pytest
@@ -85,6 +89,26 @@ async def test_nginx_takes_the_file_and_others_cannot_use_its_socket(tmp_path):
         assert is_taken, said
         assert stat.S_IMODE((tmp_path / "decisions.sock").stat().st_mode) == 0o600
     assert not (tmp_path / "decisions.sock").exists()
+
+
+@contextmanager
+def folder_of(group):
+    """Open to the group; that of pytest is for its user alone."""
+    with TemporaryDirectory() as name:
+        os.chown(name, -1, grp.getgrnam(group).gr_gid)
+        os.chmod(name, 0o750)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nginx changes its user only if root starts it")
+async def test_with_a_group_an_nginx_of_root_reaches_the_socket():
+    with folder_of("daemon") as folder:
+        async with fronting(folder, Engine(), nginx_group="daemon") as (service, client):
+            async with client.post("/v1/completions", json=COMPLETION) as response:
+                assert response.status == 200
+            is_taken, said = await checked(folder / "nginx.conf")
+            assert is_taken, said
+            await is_idle(service)
 
 
 async def test_directives_of_the_operator_are_taken(tmp_path):
