@@ -3,8 +3,8 @@
 In:  the Unix sockets of all processes.   Out: their metrics as one text, the writer's health.
 
 Each process answers on a socket of its own in the shared folder, as if it were alone. Counters are
-summed over the processes. A gauge says the same of the fleet in each, or is known to the writer
-alone, and the largest value counts; those in SUMMED are summed.
+summed over the processes, those that were killed included (last_page.py). A gauge says the same of
+the fleet in each, or is known to the writer alone, and the largest value counts (merging.py).
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from math import isnan, nan
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from kvplug.api_errors import ApiError, error_response
 from kvplug.http_service import stopped_by_signals
+from kvplug.server.processes.last_page import LastPage, last_counters
+from kvplug.server.processes.merging import merged, text_of
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.peers import Place
 from kvplug.shared.reading import ReadingRouter
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SUMMED: Final = frozenset(
-    {"kvplug_requests_in_flight", "kvplug_queue_requests", "kvplug_tokenizer_store_bytes"}
-)
 _LIMIT_S: Final = 2.0
 _WRITER: Final = "writer"
 # What a client does there, one process would know and the others would not.
@@ -80,6 +78,19 @@ class PeerServer:
         self._server.close()
 
 
+def keeping(last_page: LastPage) -> Middleware:
+    """For a process that answers its peers alone."""
+
+    @web.middleware
+    async def keep(request: web.Request, handler: Handler) -> web.StreamResponse:
+        answer = await handler(request)
+        if request.path == "/metrics" and isinstance(answer, web.Response):
+            return web.Response(text=last_page.turned(_text(answer.body)))
+        return answer
+
+    return keep
+
+
 class Peers:
     """`middleware` answers /metrics and /health of clients for all processes; `counts`: families of
     metrics of this process besides.
@@ -90,6 +101,7 @@ class Peers:
     ) -> None:
         self._folder, self._own = folder, f"reader{place.number}"
         self._others = [f"reader{n}" for n in range(place.num_processes) if n != place.number]
+        self._last_page = LastPage(folder, self._own)
         self._registry = CollectorRegistry()
         self._registry.register(_Counts(counts))
 
@@ -106,7 +118,8 @@ class Peers:
                 return await handler(request) if is_peer else await self._health(request, handler)
             own = await handler(request)
             assert isinstance(own, web.Response)
-            text = _text(own.body) + generate_latest(self._registry).decode()
+            ours = _text(own.body) + generate_latest(self._registry).decode()
+            text = self._last_page.turned(ours)
             if is_peer:
                 return web.Response(text=text)
             return await self._metrics(text)
@@ -116,12 +129,15 @@ class Peers:
     async def _metrics(self, own: str) -> web.Response:
         names = [_WRITER, *self._others]
         answers = await asyncio.gather(*(self._ask(name, "/metrics") for name in names))
-        texts = [own, *(answer.decode() for answer in answers if answer is not None)]
+        texts = [own]
+        for name, answer in zip(names, answers, strict=True):
+            # Without an answer it is not there now, or too slow.
+            texts.append(last_counters(self._folder, name) if answer is None else answer.decode())
         up = GaugeMetricFamily("kvplug_process_up", "1 if it answers", labels=["process"])
         up.add_metric([self._own], 1)
         for name, answer in zip(names, answers, strict=True):
             up.add_metric([name], answer is not None)
-        body = generate_latest(_Families([*merged(texts), up]))
+        body = text_of([*merged(texts), up]).encode()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _health(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -167,32 +183,6 @@ def counts_of(router: ReadingRouter, name: str) -> Iterator[Metric]:
         yield family
 
 
-def merged(texts: list[str]) -> list[Metric]:
-    """The metrics of several processes as those of one."""
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[Any, ...], float]] = {}
-    for text in texts:
-        for family in text_string_to_metric_families(text):
-            families.setdefault(family.name, family)
-            known = values.setdefault(family.name, {})
-            is_sum = family.type != "gauge" or family.name in SUMMED
-            for sample in family.samples:
-                key = sample.name, tuple(sorted(sample.labels.items()))
-                before = known.get(key, nan)
-                if isnan(before):
-                    known[key] = sample.value
-                elif not isnan(sample.value):
-                    known[key] = before + sample.value if is_sum else max(before, sample.value)
-    return [_with_values(family, values[name]) for name, family in families.items()]
-
-
-def _with_values(family: Metric, values: dict[tuple[Any, ...], float]) -> Metric:
-    joined = Metric(family.name, family.documentation, family.type)
-    for (name, labels), value in values.items():
-        joined.add_sample(name, dict(labels), value)
-    return joined
-
-
 class _Counts(Collector):
     def __init__(self, counts: Callable[[], Iterator[Metric]]) -> None:
         self._collect = counts
@@ -203,14 +193,6 @@ class _Counts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._collect()
-
-
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
 
 
 def _text(body: object) -> str:

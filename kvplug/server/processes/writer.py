@@ -15,9 +15,12 @@ from collections.abc import Callable
 from typing import Final
 
 import uvloop
+from aiohttp import web
 
+from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
-from kvplug.server.processes.peers import PeerServer, stopped
+from kvplug.server.processes.last_page import LastPage
+from kvplug.server.processes.peers import PeerServer, keeping, stopped
 from kvplug.server.service import RouterService
 from kvplug.shared import layout
 from kvplug.shared.folder import SharedFolder
@@ -39,6 +42,11 @@ class WriterService(RouterService):
         self.writing = WritingRouter(config.router, folder)
         super().__init__(config, self.writing)
         self._folder = folder
+
+    def _make_runner(self, prompts: Prompts) -> web.AppRunner:
+        runner = super()._make_runner(prompts)
+        runner.app.middlewares.insert(0, keeping(LastPage(self._folder, NAME)))
+        return runner
 
     async def _listen(self) -> None:
         self._peers = PeerServer(self._folder, NAME, self._runner)

@@ -5,7 +5,7 @@ import pytest
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
 from kvplug.server.config import ServerConfig, WorkerSpec
-from kvplug.server.processes.peers import merged
+from kvplug.server.processes.merging import merged
 
 WORKER = WorkerSpec(url="http://127.0.0.1:1")
 

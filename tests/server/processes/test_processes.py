@@ -107,7 +107,9 @@ async def test_two_processes_decide_and_answer_as_one_and_survive_each_other():
         assert health["status"] == "ok"
         assert {each["ranks"][0]["events"]["trust"] for each in health["workers"]} == {"exact"}
 
+        counts = await values(url, "kvplug_requests_total")
         await kill("reader0", lines)
+        assert await values(url, "kvplug_requests_total") == counts
         assert set(await ask_all(url, 2000)) == {len(PREFIX)}
         await kill("writer", lines)
         assert set(await ask_all(url, 3000)) == {len(PREFIX)}
