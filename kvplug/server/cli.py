@@ -26,6 +26,8 @@ from kvplug.server.settings_file import LOG_LEVELS, FileSettings, kind_of, read_
 from kvplug.setting import Setting, settings_of
 
 _PROGRAM: Final = "python -m kvplug.router"
+# All flags in front of an error would hide it.
+_USAGE: Final = "%(prog)s --worker URL [--worker URL ...] [settings]; --help lists them"
 _DESCRIPTION: Final = (
     "An OpenAI-compatible router that sends each request to the engine that already holds its "
     "prefix in KV cache. Each flag has an environment variable: --max-body-bytes is "
@@ -43,7 +45,9 @@ def parse(
     """The configuration and the log level; leaves the process with code 2 on bad arguments, and
     with 0 once `--check-config` has printed what would be used.
     """
-    parser = argparse.ArgumentParser(prog=_PROGRAM, description=_DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
+    )
     found = FileSettings()
     try:
         found = _file_of(argv, environ)

@@ -88,7 +88,7 @@ class BalancedVllm(_Server):
         return [
             *(str(python), "-m", "vllm.entrypoints.cli.main", "serve"),
             *(str(ensure_tiny_model(python)), "--served-model-name", MODEL),
-            *("--host", LOOPBACK, "--port", str(port), "--dtype", "bfloat16", "--enforce-eager"),
+            *("--host", LOOPBACK, "--port", str(port), "--dtype", "float16", "--enforce-eager"),
             *("--max-model-len", "1024", "--block-size", str(BLOCK_SIZE), "--max-num-seqs", "16"),
             *("--num-gpu-blocks-override", str(num_blocks), "--enable-prompt-tokens-details"),
             *("--data-parallel-size", str(NUM_RANKS)),

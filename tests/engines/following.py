@@ -24,10 +24,13 @@ class Following:
                 return num_batches == 0 or follower.sequencer.last == num_batches - 1
 
             wait_until(has_everything, f"every batch of rank {rank} has arrived")
-        self._router.index.check()
+        with self._router.locked():
+            self._router.index.check()
 
     def blocks(self, rank=0):
-        return {int(name) for name in self._router.index.engine_hashes_of(Rank("engine", rank))}
+        with self._router.locked():  # an event may come meanwhile
+            hashes = self._router.index.engine_hashes_of(Rank("engine", rank))
+        return {int(name) for name in hashes}
 
 
 @contextmanager

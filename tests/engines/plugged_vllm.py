@@ -49,7 +49,7 @@ class PluggedVllm:
         command = [
             *(str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model_dir)),
             *("--served-model-name", MODEL, "--host", LOOPBACK, "--port", str(http_port)),
-            *("--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "1024"),
+            *("--dtype", "float16", "--enforce-eager", "--max-model-len", "1024"),
             *("--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "64"),
             *("--max-num-seqs", "16", "--kv-events-config", json.dumps(config), *flags),
         ]

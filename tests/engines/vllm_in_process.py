@@ -88,7 +88,7 @@ class Engine:
         )
         self.llm = LLM(
             model_dir,
-            dtype="bfloat16",
+            dtype="float16",
             enforce_eager=True,
             max_model_len=1024,
             block_size=BLOCK_SIZE,
