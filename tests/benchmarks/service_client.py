@@ -103,7 +103,8 @@ class _Client:
                 times = began + np.cumsum(gaps)
                 for request, due in zip(requests, times.tolist(), strict=True):
                     await asyncio.sleep(due - time.perf_counter())
-                    tasks.create_task(self._send(request, due))
+                    # A timer of uvloop may be up to a millisecond early.
+                    tasks.create_task(self._send(request, min(due, time.perf_counter())))
         for connection in itertools.chain.from_iterable(self._idle):
             connection.transport.close()
         return self._answers

@@ -43,7 +43,7 @@ class LineEngine:
             "port": self.port,
             "publisher": "zmq" if wire == "vllm" else "kvplug",
             "lora": lora and str(lora),
-            "llm": {"num_gpu_blocks_override": NUM_BLOCKS, **llm},
+            "llm": {"num_gpu_blocks_override": NUM_BLOCKS, "dtype": "bfloat16", **llm},
         }
         self._command = [str(python), str(SCRIPT), json.dumps(settings)]
         plugin = [ensure_plugin(python)] if wire == "kvplug" else []

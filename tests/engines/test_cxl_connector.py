@@ -38,6 +38,7 @@ def in_pool(name, folder, *, workers=None, env=()):
         env={"KVPLUG_CXL_POOLS": str(POOL), **dict(env)},
         block_size=BLOCK_SIZE,
         kv_transfer_config=connector,
+        dtype="float16",  # for the reason that examples/launch/vllm_server.py names
     )
 
 

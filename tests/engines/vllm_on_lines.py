@@ -69,7 +69,6 @@ class Engine:
         address = "*" if settings["publisher"] == "zmq" else "127.0.0.1"
         self.llm = LLM(
             settings["model"],
-            dtype="float16",
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=4,
