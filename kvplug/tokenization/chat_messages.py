@@ -49,6 +49,20 @@ def cannot(attempt: str, expected: str, got: object) -> TokenizerError:
     return TokenizerError(f"cannot {attempt}: expected {expected}, got {shortened(got)}")
 
 
+def object_list(attempt: str, value: object, name: str) -> list[Json]:
+    """A field that is a list of objects; TokenizerError for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise cannot(attempt, f"a list of objects in {name!r}", value)
+    return value
+
+
+def text_in(attempt: str, value: object, name: str) -> str:
+    """A field that is text; TokenizerError for anything else."""
+    if not isinstance(value, str):
+        raise cannot(attempt, f"text in {name!r}", value)
+    return value
+
+
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
     """Read a true/false field of a body."""
     value = body.get(name, default)

@@ -10,11 +10,13 @@ what it made of bodies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
-from kvplug.tokenization.chat_messages import BILLING_HEADER, Json, cannot
+from kvplug.tokenization.chat_messages import BILLING_HEADER, Json, cannot, object_list, text_in
 
 _ATTEMPT: Final = "read a /v1/messages body"
+_objects, _text = partial(object_list, _ATTEMPT), partial(text_in, _ATTEMPT)
 _IGNORED: Final = ("redacted_thinking", "tool_reference")
 
 
@@ -41,18 +43,6 @@ def chat_of_messages(
     if (tools := _tools_in_effect(body, items)) is not None:
         chat["tools"] = [_tool(tool) for tool in tools]
     return chat
-
-
-def _objects(value: object, name: str) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise cannot(_ATTEMPT, f"a list of objects in {name!r}", value)
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise cannot(_ATTEMPT, f"text in {name!r}", value)
-    return value
 
 
 def _system(system: object, merged: list[Json]) -> Iterable[Json]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
-from kvplug.tokenization.chat_messages import Json, cannot
+from kvplug.tokenization.chat_messages import Json, cannot, object_list, text_in
 
 _ATTEMPT: Final = "read a /v1/responses body"
+_objects, _text = partial(object_list, _ATTEMPT), partial(text_in, _ATTEMPT)
 _ENGINES_OWN: Final = ("previous_response_id", "prompt", "conversation")
 _OPEN: Final = ("in_progress", "incomplete")
 # A tool that takes a text is shown to the model as a function with one.
@@ -60,18 +62,6 @@ def chat_of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
     if tools := _tools(body.get("tools") or []):
         chat["tools"] = tools
     return chat
-
-
-def _objects(value: object, name: str) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise cannot(_ATTEMPT, f"a list of objects in {name!r}", value)
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise cannot(_ATTEMPT, f"text in {name!r}", value)
-    return value
 
 
 def _goes_on(items: object) -> bool:
