@@ -1,0 +1,1 @@
+"""Several router replicas as one, over NATS: kept events, snapshots, load that is shared."""

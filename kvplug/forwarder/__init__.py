@@ -1,0 +1,1 @@
+"""KV events from ZMQ sockets of engines to NATS: `python -m kvplug.forwarder`."""

@@ -1,0 +1,9 @@
+"""NATS as everybody here uses it: where the servers are, one connection, the names of subjects.
+
+settings    servers, credentials, the fleet
+subjects    names of subjects, of the stream, of buckets
+connection  a connection that comes back by itself, on a thread of its own
+server      a nats-server that this process starts
+
+Needs `pip install 'kvplug[nats]'`. Engines use it, too: it knows neither the router nor Numba.
+"""
