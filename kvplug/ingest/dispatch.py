@@ -14,11 +14,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvplug.errors import ConfigError
-from kvplug.ingest.follower import Follower
 from kvplug.topics import Topic
 from kvplug.transports.base import Message
+
+if TYPE_CHECKING:  # the forwarder has no router
+    from kvplug.ingest.follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class TopicDispatcher:
             )
         self._followers[topic] = follower
 
-    def remove(self, follower: Follower) -> None:
+    def remove(self, follower: object) -> None:
         """Its messages are unknown from now on."""
         self._followers = {t: f for t, f in self._followers.items() if f is not follower}
         self._by_topic = {t: f for t, f in self._by_topic.items() if f is not follower}

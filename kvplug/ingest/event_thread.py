@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvplug.errors import TransportError
+from kvplug.events import Rank
 from kvplug.ingest.dispatch import TopicDispatcher
-from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import Request
 from kvplug.topics import PREFIX, Topic
 from kvplug.transports import (
@@ -34,6 +34,9 @@ from kvplug.transports import (
     scheme_of,
 )
 from kvplug.transports.base import Connection, EventSource, Message, ReplayAnswer, Transport
+
+if TYPE_CHECKING:  # the forwarder needs no router
+    from kvplug.ingest.follower import Follower
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +71,33 @@ class Receiver(Protocol):
         """Time has passed."""
 
 
+class Followed(Receiver, Protocol):
+    """Who is fed with one publisher's messages, and may want some of them again: a Follower."""
+
+    rank: Rank
+    can_replay: bool
+    can_ask_publisher: bool
+
+    @property
+    def replay_request(self) -> Request | None:
+        """What the publisher is to be asked for; another object is another request."""
+
+    def replayed(self, messages: list[Message]) -> None:
+        """A part of the answer."""
+
+    def replay_ended(self) -> None:
+        """The answer is complete."""
+
+
 class _Stream:
     """One source, who is fed with it, and the replay that is open."""
 
     def __init__(
-        self, receiver: Receiver, open_source: Callable[[], EventSource], *, is_shared: bool = False
+        self,
+        receiver: Followed | TopicDispatcher,
+        open_source: Callable[[], EventSource],
+        *,
+        is_shared: bool = False,
     ) -> None:
         """`is_behind`: more may have arrived than a round took; a wake-up may not tell."""
         self.is_behind = False
@@ -85,7 +110,9 @@ class _Stream:
     @property
     def name(self) -> str:
         """For the log."""
-        return str(self._receiver.rank) if isinstance(self._receiver, Follower) else "all workers"
+        if isinstance(self._receiver, TopicDispatcher):
+            return "all workers"
+        return str(self._receiver.rank)
 
     def attach(self, source: EventSource, selector: selectors.BaseSelector) -> None:
         """Receive from this source from now on."""
@@ -117,7 +144,7 @@ class _Stream:
             self._receive(self._source, selector)
         if is_tick:
             self._receiver.tick()
-        if isinstance(self._receiver, Follower):
+        if not isinstance(self._receiver, TopicDispatcher):
             self._serve_replay(self._receiver, selector)
 
     def _receive(self, source: EventSource, selector: selectors.BaseSelector) -> None:
@@ -148,7 +175,7 @@ class _Stream:
         self._receiver.on_disconnected()
         self.attach(self._open(), selector)
 
-    def _serve_replay(self, follower: Follower, selector: selectors.BaseSelector) -> None:
+    def _serve_replay(self, follower: Followed, selector: selectors.BaseSelector) -> None:
         """Ask for what the follower wants, if it is not asked for yet; hand over what came."""
         request = follower.replay_request
         if self._answer is None or self._answer[0] is not request:
@@ -207,7 +234,7 @@ class EventThread:
         self._factories = dict(transports)
         self._transports: dict[TransportFactory, Transport] = {}
         self._lock = threading.Lock()
-        self._streams: dict[Receiver, _Stream] = {}
+        self._streams: dict[Followed | TopicDispatcher, _Stream] = {}
         self._dispatcher: TopicDispatcher | None = None
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._next_tick_s = 0.0
@@ -234,7 +261,7 @@ class EventThread:
         self._thread.start()
 
     def follow(
-        self, follower: Follower, endpoint: str, topic: str = "", replay: str | None = None
+        self, follower: Followed, endpoint: str, topic: str = "", replay: str | None = None
     ) -> None:
         """Subscribe; `replay` is the endpoint where the engine sends again what it sent before.
 
@@ -277,7 +304,7 @@ class EventThread:
         assert dispatcher is not None, "bind first"
         self._call(lambda: dispatcher.add(follower, topic))
 
-    def unfollow(self, follower: Follower) -> None:
+    def unfollow(self, follower: Followed) -> None:
         """Hand nothing more to the follower, once this returns."""
         if self.is_alive:
             self._call(lambda: self._remove(follower))
@@ -313,11 +340,11 @@ class EventThread:
         """Run it in the thread that receives; what it raises is raised here."""
         return self._submit(call).result(_STOP_TIMEOUT_S)
 
-    def _add(self, receiver: Receiver, open_source: Callable[[], EventSource]) -> None:
+    def _add(self, receiver: Followed, open_source: Callable[[], EventSource]) -> None:
         self._streams[receiver] = _Stream(receiver, open_source)
         self._serve(self._streams[receiver], is_tick=True)
 
-    def _remove(self, follower: Follower) -> None:
+    def _remove(self, follower: Followed) -> None:
         stream = self._streams.pop(follower, None)
         if stream is not None:
             stream.detach(self._selector)
