@@ -1,7 +1,8 @@
 """The tables of settings in docs/settings.md, made from the configuration: python -m
 tests.settings_tables writes them.
 
-In:  the settings of ServerConfig and RouterConfig.   Out: the page, with its two tables replaced.
+In:  the settings of ServerConfig, RouterConfig and ClusterConfig.
+Out: the page, with its two tables replaced.
 """
 
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import variable_of
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig
 from kvplug.setting import settings_of
 
@@ -18,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 def flags():
     rows = [
         (_flag(known), _shown(field, known), known.meaning)
-        for config in (ServerConfig, RouterConfig)
+        for config in (ServerConfig, RouterConfig, ClusterConfig)
         for field, known in settings_of(config)
     ]
     rows.append(("`--log-level`", "info", "debug, info, warning, error"))
@@ -75,7 +77,7 @@ def variables():
     """Of the environment, each with its flag."""
     return {
         variable_of(known): known.flags[0]
-        for config in (ServerConfig, RouterConfig)
+        for config in (ServerConfig, RouterConfig, ClusterConfig)
         for _, known in settings_of(config)
     }
 

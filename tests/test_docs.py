@@ -24,6 +24,7 @@ from kvplug.ingest.applying import _UNUSABLE
 from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.cli import parse
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis import doctor
 from kvplug.setting import settings_of
@@ -201,13 +202,13 @@ def all_flags():
 
 
 def of_router():
-    for config in (RouterConfig, ServerConfig):
+    for config in (RouterConfig, ServerConfig, ClusterConfig):
         for _, known in settings_of(config):
             yield from known.flags
 
 
 def aliases():
-    configs = (RouterConfig, ServerConfig)
+    configs = (RouterConfig, ServerConfig, ClusterConfig)
     return {flag for each in configs for _, known in settings_of(each) for flag in known.flags[1:]}
 
 
@@ -325,10 +326,10 @@ def flags_of_group(title):
     return set(re.findall(r"`(--[a-z][a-z-]+)", rest.partition("\n## ")[0]))
 
 
-@pytest.mark.parametrize("config", [RouterConfig, ServerConfig])
+@pytest.mark.parametrize("config", [RouterConfig, ServerConfig, ClusterConfig])
 def test_every_field_is_a_setting_with_a_flag(config):
     known = {field.name for field, _ in settings_of(config)}
-    assert config.__dataclass_fields__.keys() - known <= {"router"}
+    assert config.__dataclass_fields__.keys() - known <= {"router", "cluster"}
 
 
 def test_the_events_config_of_the_plugins_is_documented_field_by_field():

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 from kvplug._version import __version__
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig
 from kvplug.server.settings_file import LOG_LEVELS, FileSettings, kind_of, read_settings, written
 from kvplug.setting import Setting, settings_of
@@ -35,6 +36,11 @@ _DESCRIPTION: Final = (
 )
 _PREFIX: Final = "KVPLUG_"
 _CONFIG: Final = "--config"
+_GROUPS: Final[tuple[tuple[str, type[Any]], ...]] = (
+    ("serving", ServerConfig),
+    ("routing", RouterConfig),
+    ("cluster", ClusterConfig),
+)
 _ON: Final = ("1", "true", "yes", "on")
 _OFF: Final = ("0", "false", "no", "off", "")
 
@@ -55,7 +61,8 @@ def parse(
         arguments = vars(parser.parse_args(argv))
         log_level, is_check = arguments["log_level"], arguments["check_config"]
         router = RouterConfig(**_taken(arguments, RouterConfig))
-        config = ServerConfig(router=router, **_taken(arguments, ServerConfig))
+        cluster = ClusterConfig(**_taken(arguments, ClusterConfig))
+        config = ServerConfig(router=router, cluster=cluster, **_taken(arguments, ServerConfig))
     except ConfigError as error:
         parser.error(found.located(str(error)))
     if is_check:
@@ -90,7 +97,7 @@ def _add_flags(
     parser.add_argument(_CONFIG, metavar="FILE", help=text)
     text = "print the settings that would be used, and exit: 0, or 2 if they are wrong"
     parser.add_argument("--check-config", action="store_true", help=text)
-    for title, config in (("serving", ServerConfig), ("routing", RouterConfig)):
+    for title, config in _GROUPS:
         group, hints = parser.add_argument_group(title), get_type_hints(config)
         for each, known in settings_of(config):
             given = environ.get(variable_of(known))

@@ -14,7 +14,8 @@ from typing import Literal
 from kvplug.curve_keys import ClientKeys
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
-from kvplug.server.worker_spec import EXAMPLES, FORM
+from kvplug.server.cluster_config import ClusterConfig
+from kvplug.server.worker_spec import EXAMPLES, FORM, OVER_NATS
 from kvplug.server.worker_spec import WorkerSpec as WorkerSpec
 from kvplug.setting import ABOVE_0, AT_LEAST_0, Limits, check_settings, finite, setting, whole
 from kvplug.topics import Topic
@@ -52,19 +53,23 @@ class TokenizerFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the standalone router serves; `router`: how it routes."""
+    """How the standalone router serves; `router`: how it routes; `cluster`: with whom it shares
+    what it knows.
+    """
 
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "an engine; repeat for each. `ADDRESS`: the URL of its API, or `unix:/path` of its socket "
         "(`vllm serve --uds`), or the event endpoint of kvplug's plug-in, which reports the URL. "
         "`events`: where it publishes KV events (`tcp://host:port`, `ipc://path`), by default "
-        "what the engine reports. vLLM before 0.32 reports none; without events only an engine's "
+        "what the engine reports; `nats`: over `--nats`, by default if the engine reports none "
+        "that is reached. vLLM before 0.32 reports none; without events only an engine's "
         "load counts. `replay`: the `replay_endpoint` of a stock publisher, from which lost "
         "events are fetched. With data-parallel ranks, endpoints are those of rank 0, and the "
-        "other ranks have the next ports. `topic`: subscribe only to topics with this prefix. "
-        "`block_size`: overrides `--block-size`. `dp_size`: number of data-parallel ranks, by "
-        "default what the engine reports",
+        "other ranks have the next ports. `topic`: subscribe only to topics with this prefix; over "
+        "NATS, the engine's name there if that is not `ADDRESS`. `block_size`: overrides "
+        "`--block-size`. `dp_size`: number of data-parallel ranks, by default what the engine "
+        "reports",
         flag=f"--worker {FORM}",
         default_text="required without --admin-api-key-file",
         parse=WorkerSpec.parse,
@@ -77,6 +82,7 @@ class ServerConfig:
         flag="--port, --http-port",
     )
     router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tokenizers: tuple[TokenizerFolder, ...] = setting(
         (),
         "folder with `tokenizer.json`, `tokenizer_config.json` and the chat template, for one "
@@ -331,6 +337,7 @@ class ServerConfig:
         self._require_urls()
         self._require_shareable()
         self._require_nginx()
+        self._require_cluster()
 
     @property
     def queue_limit(self) -> int:
@@ -390,7 +397,7 @@ class ServerConfig:
         for worker in self.workers:
             address = getattr(worker, name)
             # Publishers that share an endpoint are told apart by their topics.
-            if address is None or (name == "events" and worker.topic):
+            if address in (None, OVER_NATS) or (name == "events" and worker.topic):
                 continue
             if address in seen and name == "name":
                 raise ConfigError(f"worker {address!r} is named twice")
@@ -446,6 +453,25 @@ class ServerConfig:
                     f"worker {worker.name!r}: expected the URL of its API, as this router follows "
                     "no events, which would report it"
                 )
+
+    def _require_cluster(self) -> None:
+        cluster, follows_events = self.cluster, self.router.follows_events
+        if cluster.nats is None:
+            over_nats = [worker.name for worker in self.workers if worker.events == OVER_NATS]
+            if over_nats:
+                raise ConfigError(
+                    f"worker {over_nats[0]!r} has events=nats: expected nats, a server's URL"
+                )
+        elif self.processes > 1:
+            raise ConfigError(
+                f"processes: expected 1 with nats, got {self.processes}; start more routers instead"
+            )
+        elif not follows_events and cluster.router_reset_states:
+            raise ConfigError("router_reset_states: expected a router that follows events")
+        elif not follows_events and not cluster.router_replica_sync:
+            raise ConfigError(
+                "nats: expected a router that follows events, or router_replica_sync, got neither"
+            )
 
     def _require_nginx(self) -> None:
         """Its paths go into nginx's configuration, where other characters have a meaning."""

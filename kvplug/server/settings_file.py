@@ -1,9 +1,10 @@
 """A file of settings, as `--config FILE` names it: YAML, by the names of the fields.
 
-In:  a file.   Out: values for the fields of ServerConfig and RouterConfig, or a ConfigError that
-begins with FILE:LINE. And the way back: a configuration as such a file.
+In:  a file.   Out: values for the fields of ServerConfig, RouterConfig and ClusterConfig, or a
+ConfigError that begins with FILE:LINE. And the way back: a configuration as such a file.
 
-What RouterConfig has is under `router`. A key may also be the name of its flag, without dashes.
+What RouterConfig has is under `router`, what ClusterConfig has under `cluster`. A key may also be
+the name of its flag, without dashes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import yaml
 
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.setting import Setting, settings_of, shown
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-_ROUTER: Final = "router"
+_SECTIONS: Final[dict[str, type[Any]]] = {"router": RouterConfig, "cluster": ClusterConfig}
 _LOG_LEVEL: Final = "log_level"
 _MAX_BYTES: Final = 2**24
 _KINDS: Final[dict[object, tuple[str, tuple[type, ...], Callable[[Any], object]]]] = {
@@ -89,17 +91,17 @@ class _Reader:
 
     def read(self, root: yaml.Node | None) -> FileSettings:
         server = _keys_of(ServerConfig)
-        for name, node, value in self._items(root, {**server, _ROUTER: None, _LOG_LEVEL: None}):
+        for name, node, value in self._items(root, {**server, **_SECTIONS, _LOG_LEVEL: None}):
             if name == _LOG_LEVEL:
                 self._take(name, node, self._one_of(node, value, LOG_LEVELS))
-            elif name == _ROUTER:
-                self._read_router(value)
+            elif name in _SECTIONS:
+                self._read_section(value, _SECTIONS[name])
             else:
                 self._take(server[name][0].name, node, self._value(node, value, server[name]))
         return self._found
 
-    def _read_router(self, root: yaml.Node) -> None:
-        known = _keys_of(RouterConfig)
+    def _read_section(self, root: yaml.Node, config: type[Any]) -> None:
+        known = _keys_of(config)
         for name, node, value in self._items(root, known):
             self._take(known[name][0].name, node, self._value(node, value, known[name]))
 
@@ -203,8 +205,9 @@ def kind_of(hint: object) -> object:
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
     """The remedy."""
-    if name in _keys_of(RouterConfig):
-        return f"; it belongs under `{_ROUTER}`"
+    for section, config in _SECTIONS.items():
+        if name in _keys_of(config):
+            return f"; it belongs under `{section}`"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean `{close[0]}`?" if close else f"; known are {', '.join(sorted(known))}"
 
@@ -214,8 +217,9 @@ def written(config: ServerConfig, log_level: str) -> str:
     are in files of their own, and a URL is shown without its user.
     """
     found: dict[str, Any] = _given(config)
-    if router := _given(config.router):
-        found[_ROUTER] = router
+    for section in _SECTIONS:
+        if given := _given(getattr(config, section)):
+            found[section] = given
     return yaml.safe_dump({**found, _LOG_LEVEL: log_level}, sort_keys=False, width=1000)
 
 

@@ -21,6 +21,8 @@ EXAMPLES: Final = (
     f"{FORM}, like http://127.0.0.1:8100, tcp://127.0.0.1:5557 or "
     "http://127.0.0.1:8100,events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:6557"
 )
+OVER_NATS: Final = "nats"
+"""For an endpoint of events: they come over the router's NATS servers."""
 _UNIX: Final = "unix:"
 _MAX_SOCKET_PATH_BYTES: Final = 107  # Linux: sockaddr_un
 _KEYS: Final = ("events", "replay", "topic", "block_size", "dp_size")
@@ -31,9 +33,10 @@ class WorkerSpec:
     """One engine: where its API is, or where it publishes its KV events, or both.
 
     Without `events`, the engine is asked where it publishes; with a topic `kv@POD` or
-    `kv@POD@MODEL` it connects to the router's `events_bind`. Without `url`, its publisher says
-    where its API is. `replay` is where it sends events again. Endpoints are those of data-parallel
-    rank 0; the other ranks have the ports above. ConfigError with neither.
+    `kv@POD@MODEL` it connects to the router's `events_bind`. `nats`: over the router's NATS
+    servers, under its URL, or under `topic` if it has another name there. Without `url`, its
+    publisher says where its API is. `replay` is where it sends events again. Endpoints are those
+    of data-parallel rank 0; the other ranks have the ports above. ConfigError with neither.
 
     block_size: its tokens per block; None: the router's, else what its events say.
     dp_size: its data-parallel ranks; None: what the engine says, else 1.
@@ -76,13 +79,7 @@ class WorkerSpec:
             if key not in _KEYS or not equals or key in values:
                 raise ConfigError(f"worker {text!r}: cannot read {part!r}; expected {EXAMPLES}")
             values[key] = value
-        for key in {"events", "replay"} & values.keys():
-            if "://" not in values[key]:
-                raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {EXAMPLES}")
-        if "replay" in values and "events" not in values:
-            raise ConfigError(f"worker {text!r}: replay= without events=; expected {EXAMPLES}")
-        if "replay" in values:
-            _require_one_transport(values["events"], values["replay"], text)
+        _check_endpoints(values, text)
         return cls(
             url=None if is_endpoint else address.rstrip("/"),
             events=values.get("events"),
@@ -91,6 +88,19 @@ class WorkerSpec:
             block_size=_whole(values, "block_size", MAX_BLOCK_SIZE, text),
             dp_size=_whole(values, "dp_size", MAX_DP_SIZE, text),
         )
+
+
+def _check_endpoints(values: Mapping[str, str], text: str) -> None:
+    for key in {"events", "replay"} & values.keys():
+        if "://" not in values[key] and (key, values[key]) != ("events", OVER_NATS):
+            raise ConfigError(f"worker {text!r}: {key}={values[key]!r}; expected {EXAMPLES}")
+    if "replay" not in values:
+        return
+    if "events" not in values:
+        raise ConfigError(f"worker {text!r}: replay= without events=; expected {EXAMPLES}")
+    if values["events"] == OVER_NATS:
+        raise ConfigError(f"worker {text!r}: replay= with events=nats, which needs none")
+    _require_one_transport(values["events"], values["replay"], text)
 
 
 def _whole(values: Mapping[str, str], key: str, largest: int, text: str) -> int | None:

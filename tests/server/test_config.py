@@ -266,3 +266,54 @@ def test_a_wrong_variable_ends_with_code_2_and_one_sentence(environ, sentence, c
         parse([], ENVIRON | environ)
     assert left.value.code == 2
     assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+def cluster(*flags):
+    return parse(["--worker", "http://127.0.0.1:8100", *flags])[0].cluster
+
+
+def test_nats_servers_are_read_with_what_belongs_to_them(tmp_path):
+    config = cluster("--nats", "nats://a:4222, tls://b:4222", "--nats-fleet", "f")
+    settings = config.settings_at(config.servers)
+    assert (settings.servers, settings.fleet) == (("nats://a:4222", "tls://b:4222"), "f")
+    embedded = cluster("--nats", "embedded", "--nats-store", str(tmp_path))
+    assert embedded.is_embedded
+    assert embedded.store == tmp_path
+    assert cluster().nats is None
+
+
+def test_a_router_has_the_same_id_at_each_start():
+    assert cluster().id_at(8000) == cluster().id_at(8000) != cluster().id_at(8001)
+    assert cluster("--nats", "embedded", "--router-id", "east-1").id_at(8000) == "east-1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--router-reset-states"], "router_reset_states: expected nats with it"),
+        (["--nats", "embedded", "--nats-nkey-file", "/k"], "nats_nkey_file: not with nats="),
+        (["--nats", "nats://a:1", "--nats-port", "1"], "nats_port: not with nats="),
+        (["--nats", "nats://u:p@a:1"], "may not name a user or a password"),
+        (["--nats", "a:4222"], "is no NATS URL: expected one like"),
+        (["--nats", ","], "no NATS server is named"),
+        (["--nats", "embedded", "--nats-fleet", "a.b"], "a fleet's name has 1 to 64 letters"),
+        (["--nats", "embedded", "--nats-replicas", "2"], "nats_replicas must be 1, 3 or 5"),
+        (["--nats", "embedded", "--router-id", "a.b"], "router_id must be 1 to 64 letters"),
+        (["--nats", "embedded", "--no-kv-events"], "nats: expected a router that follows events"),
+        (
+            ["--nats", "embedded", "--no-kv-events", "--router-reset-states"],
+            "router_reset_states: expected a router that follows events",
+        ),
+        (["--nats", "embedded", "--processes", "2"], "processes: expected 1 with nats"),
+        (["--worker", "http://a,events=nats"], "has events=nats: expected nats"),
+        (["--worker", "http://a,events=nats,replay=tcp://b:1"], "which needs none"),
+    ],
+)
+def test_contradictions_about_nats_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        cluster(*flags)
+    assert message in capsys.readouterr().err
+
+
+def test_without_events_routers_may_still_share_their_load():
+    assert cluster("--nats", "embedded", "--no-kv-events", "--router-replica-sync").nats

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kvplug.errors import ConfigError
 from kvplug.router.config import RouterConfig
 from kvplug.server.cli import parse
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.settings_file import read_settings, written
 
@@ -166,6 +168,15 @@ def test_an_empty_file_says_nothing(config_of):
             mode=st.sampled_from(["kv", "random"]),
             use_kv_events=st.booleans(),
             temperature=st.floats(0, 10),
+        ),
+        cluster=st.just(ClusterConfig())
+        | st.builds(
+            ClusterConfig,
+            nats=st.just("embedded"),
+            nats_store=st.none() | st.just(Path("/srv/nats")),
+            nats_replicas=st.sampled_from([1, 3]),
+            router_id=st.none() | st.just("a"),
+            router_replica_sync=st.just(True),
         ),
     )
 )
