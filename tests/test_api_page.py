@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def shown(parameter):
 
 def signature_of(name, member):
     """`name(parameters)` as the page has it; the name alone for a property."""
-    if isinstance(member, property):
+    if isinstance(member, property | cached_property):
         return name
     parts, is_keyword_only = [], False
     for parameter in inspect.signature(member).parameters.values():

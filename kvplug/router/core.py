@@ -9,6 +9,7 @@ account for it. A lock makes it safe to apply events in one thread and route in 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Unpack
 
 from kvplug.errors import ConfigError
@@ -30,6 +31,7 @@ from kvplug.router.options import (
 )
 from kvplug.router.potential_loads import PotentialLoad, potential_loads
 from kvplug.router.prompt import NO_TOKENS, Prompt
+from kvplug.router.shared_load import SharedLoad
 from kvplug.setting import SHARE, shown
 
 
@@ -40,6 +42,11 @@ class Router(FollowedFleet):
     Of a request that is not in flight (finished before, or expired) nothing can be said any more:
     first_token, add_output_block, moved, renew and finish return False then, else True.
     """
+
+    @cached_property
+    def shared_load(self) -> SharedLoad:
+        """What other routers of this fleet say; it takes the lock (`locked`) to use it."""
+        return SharedLoad(self.config, self._decider, self.fleet_index, self.load)
 
     def route(
         self,

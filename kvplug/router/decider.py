@@ -256,9 +256,8 @@ class Decider:
         self._call(routing.ACCOUNT, request, group, here)
         if not is_new:
             traffic[:] = before
-        _, _, _, _, _, _, own_ms, *prefill = self._row.tolist()
-        deadline_s = self._load.deadline_s(now_s)
-        return ActiveRequest(number, request.hashes, now_s, deadline_s, *prefill), own_ms
+        booked = self._active_request(request.hashes, self._row, now_s)
+        return booked, booked.own_ms
 
     def _pick_by_mode(self, candidates: I64, session: str) -> int:
         """The number of a rank, in a mode that does not go by cost."""
@@ -431,27 +430,32 @@ class Decider:
         self, request_id: str, group: IndexGroup, hashes: Hashes, row: F64, now_s: float,
         options: RequestOptions, ranked: tuple[RankCost, ...] = (),
     ) -> Decision:  # fmt: skip
-        _, _, _, number, cost, depth, own_ms, *prefill = row.tolist()
-        number, depth = int(number), int(depth)
-        deadline_s = self._load.deadline_s(now_s)
-        request = ActiveRequest(number, hashes, now_s, deadline_s, *prefill)
+        request = self._active_request(hashes, row, now_s)
         presumed_s = None
         if not options.reports_first_token:
-            presumed_s = self.unreported.expect(request, own_ms)
+            presumed_s = self.unreported.expect(request, request.own_ms)
         self._load.start(request_id, request, presumed_s)
         decision = Decision(
             request_id=request_id,
-            rank=self._fleet_index.numbers.rank(number),
-            overlap_blocks=depth,
-            cached_tokens=depth * group.block_size,
+            rank=self._fleet_index.numbers.rank(request.rank_number),
+            overlap_blocks=request.depth,
+            cached_tokens=request.depth * group.block_size,
             prompt_blocks=len(hashes),
-            cost=cost,
+            cost=float(row[routing.COST]),
             block_size=group.block_size,
-            predicted_ttft_ms=own_ms,
+            predicted_ttft_ms=request.own_ms,
             ranked=ranked,
         )
         self.on_decision(decision, request)
         return decision
+
+    def _active_request(self, hashes: Hashes, row: F64, now_s: float) -> ActiveRequest:
+        """What a kernel has counted."""
+        _, _, _, number, _, depth, own_ms, *prefill = row.tolist()
+        deadline_s = self._load.deadline_s(now_s)
+        request = ActiveRequest(int(number), hashes, now_s, deadline_s, *prefill)
+        request.depth, request.own_ms = int(depth), own_ms
+        return request
 
     def _arrays_of(self, group: IndexGroup) -> GroupArrays:
         arrays = self._arrays.get(group)

@@ -51,7 +51,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
     `number`: of the request, among all that were started; `is_timed`: whether `routed_s` is when it
     was sent to the rank, so that its times tell how fast the rank is; `shows_in_event`: whether an
-    event of the rank will show the end of its prefill.
+    event of the rank will show the end of its prefill; `depth`: leading blocks that the rank had,
+    expected ones included; `own_ms`: its predicted time to first token.
     """
 
     rank_number: int
@@ -76,6 +77,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     is_timed: bool = True
     shows_in_event: bool = False
     number: int = -1
+    depth: int = 0
+    own_ms: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -88,19 +91,37 @@ class ActiveRequest(msgspec.Struct, eq=False):
         return self.host_tokens + self.disk_tokens + self.pool_tokens
 
 
+class LoadListener:
+    """Is told of requests as they come and go, under the router's lock; as it is it wants nothing.
+
+    The load counts the change already.
+    """
+
+    def started(self, request: ActiveRequest) -> None:
+        """A request was sent to its rank, or has moved there."""
+
+    def prefilled(self, request: ActiveRequest) -> None:
+        """Its prefill counts as done."""
+
+    def left(self, request: ActiveRequest) -> None:
+        """It is over, or not on its rank any more."""
+
+
 class ActiveLoad:
     """start, first_token, add_output_block, finish, expire, forget; set_others; sizes of caches.
 
     `ranks`: float64[ranks, NUM_COLUMNS] (kernels/costing.py), of which those of the engine's
     model are kept by kvplug/router/engine_speeds.py; `active`: blocks of live requests; `forecast`:
-    of caches; `peers`: float64[ranks, NUM_BUSY], what of `ranks` the other processes of this router
-    have sent there (`set_peers`); `version` counts when any of the arrays has become another one.
+    of caches; `peers`: float64[ranks, NUM_BUSY], what of `ranks` other processes and replicas have
+    sent there (`set_peers`); `version` counts when any of the arrays has become another one;
+    `listener` is told of requests.
     """
 
     def __init__(self, request_expiry_s: float, *, counts_sent: bool = False) -> None:
         """`counts_sent`: no events tell what a cache holds, but what was sent there does."""
         self.num_expired, self.counts_sent = 0, counts_sent
         self.version = ArrayVersion()
+        self.listener = LoadListener()
         self.active = HashTable(self.version)
         self.forecast = CacheForecast(self.version)
         self.ranks: F64 = np.zeros((0, costing.NUM_COLUMNS))
@@ -156,6 +177,7 @@ class ActiveLoad:
             self._put_first(number, request.routed_s)
         if presumed_s is not None:
             heapq.heappush(self._presumed, (presumed_s, request.number, request))
+        self.listener.started(request)
 
     def first_token(self, request_id: str, now_s: float) -> ActiveRequest | None:
         """The prefill of a request is done; None if that was known, or it is not in flight."""
@@ -336,7 +358,8 @@ class ActiveLoad:
         """The rank's engine reports its load: what exceeds the router's own counts beside it."""
         self.reserve(number + 1)
         row, own = self.ranks[number], self._own(number, self.others(number))
-        others = others_of(reported, own, float(row[costing.TOKEN_MS]), block_size)
+        known = self._with_peers(own, number) if self._has_peers else own
+        others = others_of(reported, known, float(row[costing.TOKEN_MS]), block_size)
         self._others.pop(number, None)
         for column, name in _OTHERS_COLUMNS:
             at_peers = self.peers[number, column]
@@ -347,15 +370,15 @@ class ActiveLoad:
             self._put_first(number, now_s)
 
     def set_peers(self, rows: F64, own: int, num_processes: int, slots: I64) -> None:
-        """Count what the other processes of this router have sent beside its own, as they show it
-        in `rows` (kernels/peer_load.py).
+        """Count what other processes or replicas of this router have sent beside its own, as they
+        show it in `rows` (kernels/peer_load.py).
         """
         self._has_peers = True
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
         peer_load.take(rows, own, num_processes, slots, ranks, peers, self._scratch)
 
     def show_own(self, slots: I64, out_rows: F64) -> bool:
-        """Show them what this process has sent there; whether that has changed."""
+        """Show them what this one has sent there; whether that has changed."""
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
         return bool(peer_load.show(slots, ranks, peers, out_rows))
 
@@ -371,6 +394,12 @@ class ActiveLoad:
         if is_idle:  # not what rounding has left
             own.update(ms=0.0, tokens=0.0, coming=0.0)
         return OthersLoad(**{name: float(value) for name, value in own.items()})
+
+    def _with_peers(self, own: OthersLoad, number: int) -> OthersLoad:
+        """What an engine counts, too, and is not the load of others."""
+        peers = self.peers[number]
+        both = {name: getattr(own, name) + float(peers[at]) for at, name in _OTHERS_COLUMNS}
+        return OthersLoad(**both)
 
     def _put_first(self, number: int, now_s: float) -> None:
         """The rank begins with what others wait for; with the oldest request if they do not."""
@@ -404,6 +433,7 @@ class ActiveLoad:
         share = self._outputs[number].end(request.number)
         if share is not None:
             self._put_outputs(number)
+        self.listener.left(request)
         return share
 
     def _end_waiting(self, request: ActiveRequest, now_s: float) -> None:
@@ -431,3 +461,4 @@ class ActiveLoad:
             self._put_first(number, now_s)
         if self.counts_sent:
             self._presume_resident(number)
+        self.listener.prefilled(request)

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.events import Rank
-from kvplug.hashing import Hashes
 from kvplug.kernels import versioned
 from kvplug.kernels.peer_load import ROW_WIDTH
 from kvplug.kernels.versioned import HEAD, RING_HEADER
+from kvplug.router.load import ActiveRequest
+from kvplug.router.shared_load import Sent
 from kvplug.shared import layout
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.layout import LINE_WIDTH, NEWS_WORDS, NUM_SLOTS
@@ -39,18 +40,6 @@ _NUM_CHANGES, _LAST_MS = 0, 1  # words of a line
 # the rank has, blocks that come to it, time to first token in ms (float64).
 _LENGTH, _SLOT, _DEPTH, _COMING, _OWN_MS, _HEAD_WIDTH = range(6)
 _LONGEST: Final = NEWS_WORDS // 8
-
-
-class Sent(NamedTuple):
-    """A prompt that another process has sent to a rank: its hashes, leading blocks that the rank
-    had, blocks that come to it, its predicted time to first token.
-    """
-
-    rank: Rank
-    hashes: Hashes
-    depth: int
-    num_coming: float
-    own_ms: float
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -130,12 +119,12 @@ class Peers:
         """When any other process routed a request last; 0 if none has."""
         return float(self._times[self._others].max(initial=0.0))
 
-    def tell(self, sent: Sent) -> None:
+    def tell(self, rank: Rank, request: ActiveRequest) -> None:
         """This process has sent a prompt to a rank."""
-        hashes = sent.hashes[: _LONGEST - _HEAD_WIDTH]
-        length, slot = _HEAD_WIDTH + len(hashes), max(0, self._slot_of(sent.rank))
-        self._first[:_OWN_MS] = length, slot, sent.depth, round(sent.num_coming)
-        self._first_ms[0] = sent.own_ms
+        hashes = request.sequence_hashes[: _LONGEST - _HEAD_WIDTH]
+        length, slot = _HEAD_WIDTH + len(hashes), max(0, self._slot_of(rank))
+        self._first[:_OWN_MS] = length, slot, request.depth, round(request.num_coming)
+        self._first_ms[0] = request.own_ms
         versioned.push(self._ring, self._first, hashes)
 
     def news(self) -> Iterator[Sent]:
@@ -161,7 +150,8 @@ class Peers:
             if rank is not None:
                 own_ms = float(message[_OWN_MS : _OWN_MS + 1].view(np.float64)[0])
                 hashes = message[_HEAD_WIDTH:].copy()
-                yield Sent(rank, hashes, int(message[_DEPTH]), float(message[_COMING]), own_ms)
+                expected = hashes[int(message[_DEPTH]) :]
+                yield Sent(rank, hashes, expected, float(message[_COMING]), own_ms)
             at += length
         self._places[number] += at
 

@@ -21,23 +21,19 @@ import numpy.typing as npt
 
 from kvplug.errors import ConfigError
 from kvplug.events import Rank
-from kvplug.kernels import costing, matching, peer_load
+from kvplug.kernels import matching, peer_load
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
-from kvplug.router.decider import Decision
 from kvplug.router.first_tokens import UnreportedFirstTokens
 from kvplug.router.fleet_index import FleetOptions
-from kvplug.router.load import ActiveRequest
-from kvplug.router.observer import RouterObserver
+from kvplug.router.load import ActiveRequest, LoadListener
 from kvplug.router.query_first_lock import QueryFirstLock
 from kvplug.shared.attached import Attached, AttachedFleet
 from kvplug.shared.folder import SharedFolder
-from kvplug.shared.peers import Peers, Place, Sent
+from kvplug.shared.peers import Peers, Place
 
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
-
-_LONGEST_QUEUE_S = 30.0  # as in kernels/routing.py
 
 
 class ReadingRouter(Router):
@@ -60,7 +56,7 @@ class ReadingRouter(Router):
         self._slots = self.peers.slots_of([])
         self._last_ms, self._wants_news = 0.0, True
         self._decider.unreported = _Presumed(self.fleet_index, self.load)
-        self._decider.on_decision = self._tell
+        self.load.listener = _Telling(self)
         self._lock: QueryFirstLock = _NewsLock(self)
 
     def _new_fleet_index(self, **options: Unpack[FleetOptions]) -> AttachedFleet:
@@ -86,16 +82,6 @@ class ReadingRouter(Router):
     def num_given_up(self) -> int:
         """How often it gave no answer in time."""
         return int(self._attached_fleet.reads[matching.NUM_GIVEN_UP])
-
-    def set_observer(self, observer: RouterObserver) -> None:
-        """As Router."""
-        super().set_observer(observer)
-
-        def decided(decision: Decision, request: ActiveRequest) -> None:
-            observer.on_decision(decision, request)
-            self._tell(decision, request)
-
-        self._decider.on_decision = decided
 
     def clear(self, rank: Rank) -> int:
         """Nothing: the writer clears."""
@@ -152,10 +138,10 @@ class ReadingRouter(Router):
         peers = self.peers
         if peers.have_changed():
             place = peers.place
-            self.load.set_peers(peers.rows, place.number, place.num_processes, self._slots)
-            self._decider.note_last_request(peers.last_ms)
+            self.shared_load.take(peers.rows, place.number, place.num_processes, self._slots)
+            self.shared_load.note_last_request(peers.last_ms)
         for sent in peers.news():
-            self._note_sent(sent)
+            self.shared_load.note_sent(sent, self._clock())
 
     def show_load(self) -> None:
         """The others can see what this process is busy with; the lock is held."""
@@ -172,22 +158,6 @@ class ReadingRouter(Router):
         if changed & peer_load.HAS_CONFIDENCE:
             attached.apply_confidence()
 
-    def _note_sent(self, sent: Sent) -> None:
-        if sent.rank not in self.fleet_index.numbers:
-            return
-        now_s, number = self._clock(), self.fleet_index.numbers.number_of(sent.rank)
-        index = self.fleet_index.group_of(sent.rank).index
-        if sent.rank in index.numbers:
-            coming_s = now_s + min(sent.own_ms / 1e3, _LONGEST_QUEUE_S)
-            at = index.numbers.number_of(sent.rank)
-            index.speculative.insert(at, sent.hashes[sent.depth :], coming_s)
-        if self.config.is_cost_in_ms:
-            row = self.load.ranks[number]
-            capacity = max(row[costing.CAPACITY_BLOCKS], row[costing.RESIDENT_BLOCKS])
-            if capacity > 0:
-                coming = round(sent.num_coming)
-                self.load.forecast.use(number, sent.hashes, coming, int(capacity))
-
     def _fleet_changed(self) -> None:
         super()._fleet_changed()
         self._attached_fleet.forget_facts()
@@ -195,19 +165,21 @@ class ReadingRouter(Router):
         before, place = self._slots, self.peers.place
         self._slots = self.peers.slots_of(ranks)
         self.peers.leave(np.setdiff1d(before, self._slots))
-        self.load.set_peers(self.peers.rows, place.number, place.num_processes, self._slots)
+        self.shared_load.take(self.peers.rows, place.number, place.num_processes, self._slots)
 
-    def _tell(self, decision: Decision, request: ActiveRequest) -> None:
+    def tell(self, request: ActiveRequest) -> None:
+        """The others are told what this process has sent where."""
         self._last_ms = 1e3 * request.routed_s
-        self.peers.tell(
-            Sent(
-                decision.rank,
-                request.sequence_hashes,
-                decision.overlap_blocks,
-                request.num_coming,
-                decision.predicted_ttft_ms,
-            )
-        )
+        self.peers.tell(self.fleet_index.numbers.rank(request.rank_number), request)
+
+
+class _Telling(LoadListener):
+    def __init__(self, router: ReadingRouter) -> None:
+        self._router = router
+
+    def started(self, request: ActiveRequest) -> None:
+        """As LoadListener."""
+        self._router.tell(request)
 
 
 class _NewsLock(QueryFirstLock):

@@ -1,12 +1,13 @@
 """What an engine reports of its load, beside what the router has sent there."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplug import Rank, Router, RouterConfig
 from kvplug.errors import ConfigError, UnknownRankError
-from kvplug.kernels import costing
+from kvplug.kernels import costing, peer_load
 
 COLUMNS = [
     costing.NUM_RUNNING,
@@ -196,3 +197,17 @@ def test_load_is_never_below_0_and_ends_at_0(steps):
     assert load_of(router) == NO_LOAD
     busy = [costing.WAITING_MS, costing.COMING_BLOCKS, costing.FIRST_MS]
     assert router.load.ranks[0, busy].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_peers_have_sent_is_not_the_load_of_others():
+    router = Router(RouterConfig(block_size=4), clock=lambda: 0.0)
+    router.add_worker("a")
+    rows = np.zeros((2, 1, peer_load.ROW_WIDTH))
+    rows[1, 0, [costing.NUM_RUNNING, costing.NUM_WAITING]] = 2.0, 1.0
+    router.route(range(40))
+    with router.locked():
+        router.shared_load.take(rows.reshape(-1), 0, 2, np.zeros(1, dtype=np.int64))
+    for _ in range(2):
+        router.set_reported_load(Rank("a"), num_running=3, num_waiting=1)
+        assert router.load.ranks[0, costing.NUM_RUNNING] == 4.0  # the engine has one of others
+        assert router.load.ranks[0, costing.NUM_WAITING] == 2.0
