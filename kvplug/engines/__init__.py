@@ -12,8 +12,10 @@ sender_process      the engine's end of the process that publishes its events; n
 sender_messages     what the two say to each other
 sender              that process: engines' events, or notes of them, to one of the two wires
 
-event_stream        our own wire: batches to sockets, without holding up whoever hands them over
+life_stream         our own wire: batches to messages, without holding up whoever hands them over
+event_stream        these over ZMQ sockets
 answers             answers to followers that join late or missed something
+answer_maker        what these say
 life                what has been said, and what there is to say to a newcomer
 block_hashes        token ids to sequence hashes, without Numba
 resident_set        what the engine holds: with resident_blocks, resident_groups, resident_pools

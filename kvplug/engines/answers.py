@@ -4,7 +4,7 @@ In:  [b"", ask] from a DEALER; a Life.
 Out: per message [b"", topic, number, payload], and at the end [b"", b"", END, b""].
 
 A thread of its own, so that a slow client holds up neither live events nor, as nothing here waits
-for one, the others. All that come while a resident set is made get the same one.
+for one, the others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Final
 import zmq
 
 from kvplug import protocol
+from kvplug.engines.answer_maker import AnswerMaker
 from kvplug.engines.binding import Binding
-from kvplug.engines.life import Answer, Life, end_of, parts_of
+from kvplug.engines.life import Life
 from kvplug.engines.replay_server import END
 from kvplug.engines.wake import Wake
 from kvplug.protocol import Ask, ProtocolError
@@ -38,9 +39,6 @@ _MAX_REQUEST_BYTES: Final = 1024  # an ask has 40; the handshake of CURVE needs 
 _NUM_UNSENT: Final = 16
 _SHORTEST_RETRY_MS: Final = 1
 _LONGEST_RETRY_MS: Final = 16
-# Between two resident sets, at least; and so many times what the last one took.
-_SHORTEST_PAUSE_S: Final = 0.1
-_PAUSE_RATIO: Final = 4.0
 
 
 @dataclass(slots=True)
@@ -54,8 +52,8 @@ class _Sending:
 
 
 class AnswerServer:
-    """start, stop, or close if it never started; read num_answers, num_resident_sets,
-    num_abandoned, num_malformed, and failures by cause.
+    """start, stop, or close if it never started; read maker, num_answers, num_abandoned,
+    num_malformed, and failures by cause.
     """
 
     def __init__(
@@ -66,10 +64,11 @@ class AnswerServer:
         topic: bytes,
         logger: logging.Logger,
     ) -> None:
-        self.num_answers = self.num_resident_sets = self.num_abandoned = self.num_malformed = 0
+        self.num_answers = self.num_abandoned = self.num_malformed = 0
         self._num_sent = 0
         self.failures: Counter[str] = Counter()
-        self._life, self._topic, self._logger = life, topic, logger
+        self.maker = AnswerMaker(life)
+        self._topic, self._logger = topic, logger
         self._router = socket
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.SNDHWM, _NUM_UNSENT)
@@ -79,8 +78,7 @@ class AnswerServer:
         self.binding = Binding(self._router, endpoint, "answers about KV events", logger)
         self._waiting: dict[bytes, Ask] = {}
         self._sending: deque[_Sending] = deque()
-        self._parts: tuple[tuple[int, int], list[bytes]] = (0, 0), []
-        self._retry_ms, self._not_before, self._wake = _SHORTEST_RETRY_MS, 0.0, Wake()
+        self._retry_ms, self._wake = _SHORTEST_RETRY_MS, Wake()
         self._thread = threading.Thread(target=self._run, name="kvplug-answers", daemon=True)
 
     @property
@@ -130,7 +128,7 @@ class AnswerServer:
             return self._retry_ms
         pauses = [self.binding.pause_s]
         if self._waiting:
-            pauses.append(max(self._not_before - time.monotonic(), 0.0))
+            pauses.append(self.maker.pause_s)
         known = [pause for pause in pauses if pause is not None]
         return int(min(known) * 1000) + 1 if known else None
 
@@ -151,48 +149,23 @@ class AnswerServer:
         for client, ask in list(self._waiting.items()):
             if len(self._sending) >= MAX_CLIENTS:
                 return
-            if self._life.has(ask) or self._may_list():
+            if self.maker.may_answer(ask):
                 del self._waiting[client]
                 self._begin_answer(client, ask)
 
     def _begin_answer(self, client: bytes, ask: Ask) -> None:
         try:
-            frames = self._frames(self._life.answer(ask))
+            frames = self._frames(ask)
         except Exception as error:  # noqa: BLE001  # others may get theirs; this one asks again
             self._count_failure(error)
         else:
             deadline = time.monotonic() + UNREAD_LIMIT_S
             self._sending.append(_Sending(client, frames, next(frames), deadline))
 
-    def _may_list(self) -> bool:
-        return self._life.position == self._parts[0] or time.monotonic() >= self._not_before
-
-    def _frames(self, answer: Answer) -> Iterator[tuple[bytes, bytes, bytes]]:
-        # Not a generator from here on: the parts belong to the moment of the answer.
-        next_ = answer.next.to_bytes(8, "big")
-        parts = [] if answer.listing is None else self._parts_of(answer)
-        return iter(
-            [
-                (self._topic, next_, answer.hello),
-                *((self._topic, n.to_bytes(8, "big"), payload) for n, payload in answer.events),
-                *((self._topic, next_, part) for part in parts),
-                (self._topic, next_, end_of(answer)),
-                (b"", END, b""),
-            ]
-        )
-
-    def _parts_of(self, answer: Answer) -> list[bytes]:
-        position = answer.life, answer.next
-        if position != self._parts[0]:
-            started = time.monotonic()
-            try:
-                self._parts = position, parts_of(answer)
-            finally:
-                ended = time.monotonic()
-                pause = max(_SHORTEST_PAUSE_S, _PAUSE_RATIO * (ended - started))
-                self._not_before = ended + pause
-            self.num_resident_sets += 1
-        return self._parts[1]
+    def _frames(self, ask: Ask) -> Iterator[tuple[bytes, bytes, bytes]]:
+        said = self.maker.answer(ask)
+        frames = [(self._topic, number.to_bytes(8, "big"), payload) for number, payload in said]
+        return iter([*frames, (b"", END, b"")])
 
     def _send_some(self) -> None:
         before = self._num_sent

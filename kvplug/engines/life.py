@@ -94,6 +94,11 @@ class Life:
         return self._about
 
     @property
+    def has_news(self) -> bool:
+        """Whether what is said of the engine has changed since the last hello."""
+        return self._about is not self._said
+
+    @property
     def num_blocks(self) -> int:
         """How many blocks the engine holds."""
         return len(self._resident)
@@ -138,7 +143,7 @@ class Life:
         packed = [each for batch in batches for each in self._packed(batch)]
         self._resident.settle()
         self._note_resident()
-        hello = [] if self._about is self._said else [self._hello_to_all()]
+        hello = [self._hello_to_all()] if self.has_news else []
         return hello + [self._events(part) for part in payloads_of(packed, MAX_PACKED_BYTES)]
 
     def answer(self, ask: Ask) -> Answer:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvplug.engines import answers
+from kvplug.engines import answer_maker, answers
 from kvplug.engines.answers import AnswerServer
 from kvplug.engines.life import Life
 from kvplug.events import AllBlocksCleared, EventBatch
@@ -59,7 +59,7 @@ def test_an_answer_that_fails_takes_no_other_with_it(client, monkeypatch, caplog
     def fail(_):
         raise TypeError("odd")
 
-    monkeypatch.setattr(answers, "parts_of", fail)
+    monkeypatch.setattr(answer_maker, "parts_of", fail)
     with answering(life) as server:
         dealers = [client.context.socket(zmq.DEALER) for _ in range(2)]
         for dealer in dealers:

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvplug import protocol
-from kvplug.engines import answers, event_stream
+from kvplug.engines import answers, event_stream, life_stream
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.settings import PublisherConfig
 from kvplug.events import (
@@ -319,7 +319,7 @@ def test_all_who_ask_at_once_get_the_same_set(client):
             thread.start()
         for thread in threads:
             thread.join(20)
-        assert stream._answers.num_resident_sets == 1
+        assert stream._answers.maker.num_resident_sets == 1
         assert all(len(each.names()) == 100 for each in others)
         for each in others:
             each.close()
@@ -394,7 +394,7 @@ def test_shutdown_does_not_wait_for_a_stalled_sender():
     stalled = Stalled()
     started = time.monotonic()
     stalled.stream.shutdown()
-    assert time.monotonic() - started < 10 * event_stream.STOP_LIMIT_S
+    assert time.monotonic() - started < 10 * life_stream.STOP_LIMIT_S
     stalled.let_go.set()
     stalled.stream._sender.join(10)
     stalled.stream._context.term()
