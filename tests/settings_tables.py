@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 from kvplug.router.config import RouterConfig
-from kvplug.server.cli import variable_of
 from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig
 from kvplug.setting import settings_of
+from kvplug.setting_flags import variable_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

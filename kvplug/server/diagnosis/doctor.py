@@ -32,11 +32,12 @@ from kvplug.server.diagnosis.finding import Code, Finding, table_of
 from kvplug.server.diagnosis.streams import WorkerHealth, lines_of
 from kvplug.server.observability.health import Health
 from kvplug.server.proxy.upstream import Upstream
-from kvplug.server.settings_file import FileSettings, read_settings
+from kvplug.server.settings_file import read_settings
 from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.worker import Worker
 from kvplug.setting import settings_of
+from kvplug.setting_file import FileSettings
 
 NOTHING, SOMETHING, UNREACHABLE = 0, 1, 2
 
