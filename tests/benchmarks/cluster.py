@@ -1,0 +1,69 @@
+"""`make bench-cluster`: what the cluster costs, and how fast it is.
+
+usage: python -m tests.benchmarks.cluster [--only PART,PART] [--rounds N]
+
+    latency  from publish() to the block being found: ZMQ, NATS core, one server, three
+
+Ways take turns, round by round, as the machine is not this program's alone. Prints medians with
+the spread of the rounds, and writes bench-results/cluster.json; parts that were not measured stay
+as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks import cluster_latency
+from tests.benchmarks.sides import ROOT
+
+RESULT = ROOT / "bench-results" / "cluster.json"
+RATES, ROUND_S = (100, 1000), 4.0
+
+
+def _latency(num_rounds: int) -> dict[str, Any]:
+    return cluster_latency.measure(RATES, num_rounds, ROUND_S)
+
+
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {"latency": _latency}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    for name in arguments.only.split(","):
+        rows = PARTS[name](arguments.rounds)
+        results[name] = rows
+        Console(width=140).print(table_of(name, rows))
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def table_of(name: str, rows: dict[str, dict[str, Any]]) -> Table:
+    """A row for each case, a column for each figure."""
+    columns = dict.fromkeys(column for row in rows.values() for column in row)
+    table = Table("case", *columns, title=name)
+    for case, row in rows.items():
+        table.add_row(case, *(_cell(row.get(column, "")) for column in columns))
+    return table
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    if isinstance(value, list):
+        return " - ".join(str(each) for each in value)
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""From publish() to the block being found: ZMQ direct, NATS core, a stream of one and of three
+servers, in turns.
+
+In:  rates, rounds.
+Out: {"way@rate": {"p50_us", "p99_us", "quartiles_us", "cpu_us": {"publisher", "server", "replica"}}}
+
+A way is a publisher, a replica and its servers; they live through the whole measurement, and each
+round sends the same number of messages through each of them. CPU is that of whole processes per
+message; the publisher's without what the same program takes if it publishes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tests.benchmarks.cluster_servers import Servers, servers
+from tests.benchmarks.sides import ROOT, Side
+
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+WAYS = ("zmq", "core", "r1", "r3")
+WARM_UP = 200
+
+
+class Way:
+    """round: one round of messages."""
+
+    def __init__(self, name: str, nats: Servers | None, stack: ExitStack) -> None:
+        self.name, self._nats = name, nats
+        self.publisher = stack.enter_context(side("publisher"))
+        self.replica = stack.enter_context(side("replica"))
+        self._num_blocks = 0
+        self._base_s: dict[int, float] = {}
+        self._open()
+
+    def _open(self) -> None:
+        worker = f"http://{self.name}:8000"
+        case = {"what": "open", "workers": [worker], "via": self.name}
+        if self._nats is None:
+            endpoints = self.publisher.measure({**case, "endpoint": "tcp://127.0.0.1:0"})
+            self.replica.measure({**case, "endpoints": endpoints, "looks": True})
+        else:
+            self._nats.prepare(self.name)
+            where = {"fleet": self.name, "servers": self._nats.url}
+            self.publisher.measure({**case, **where, "endpoint": self._nats.url})
+            self.replica.measure({**case, **where, "endpoints": [self._nats.url], "looks": True})
+        self.replica.measure({"what": "trusts"})
+
+    def round(self, rate: int, num_messages: int) -> dict[str, Any]:
+        """Latencies in us, CPU in us a message."""
+        case = {"what": "paced", "rate": rate, "num": num_messages}
+        if rate not in self._base_s:
+            self._base_s[rate] = self.publisher.measure({**case, "silent": True})["cpu_s"]
+        before_s = self._nats.cpu_s() if self._nats else 0.0
+        sent = self.publisher.measure(case)
+        self._num_blocks += 16 * num_messages
+        got = self.replica.measure({"what": "await", "blocks": self._num_blocks})
+        server_s = self._nats.cpu_s() - before_s if self._nats else 0.0
+        cpu_s = (sent["cpu_s"] - self._base_s[rate], server_s, got["cpu_s"])
+        first = self._num_blocks - 16 * num_messages
+        return {
+            "latencies": list(_latencies(sent["stamps"], got["found"], first)),
+            "cpu": [each / num_messages * 1e6 for each in cpu_s],
+        }
+
+
+def _latencies(stamps: list[int], found: list[list[int]], first: int) -> Iterator[float]:
+    """One for each event; several may have come in one message."""
+    at = 0
+    for num_blocks, when in found:
+        until = (num_blocks - first) // 16
+        yield from ((when - stamp) / 1e3 for stamp in stamps[at:until])
+        at = until
+    assert at == len(stamps), (at, len(stamps))
+
+
+@contextmanager
+def side(what: str) -> Iterator[Side]:
+    """A process of tests/benchmarks/cluster_{what}.py."""
+    process = Side(what, [sys.executable, "-m", f"tests.benchmarks.cluster_{what}"], ENV)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def measure(
+    rates: tuple[int, ...], num_rounds: int, round_s: float, ways: tuple[str, ...] = WAYS
+) -> dict[str, Any]:
+    """All ways at all rates, round by round."""
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as stack:
+        opened = [Way(name, _servers_of(name, stack), stack) for name in ways]
+        for way in opened:
+            way.round(1000, WARM_UP)
+        for _ in range(num_rounds):
+            for rate in rates:
+                for way in opened:
+                    result = way.round(rate, max(1, int(rate * round_s)))
+                    rounds.setdefault(f"{way.name}@{rate}", []).append(result)
+    return {name: _row(results) for name, results in rounds.items()}
+
+
+def _servers_of(name: str, stack: ExitStack) -> Servers | None:
+    if name == "zmq":
+        return None
+    return stack.enter_context(servers(3 if name == "r3" else 1))
+
+
+def _row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    p50s = [statistics.median(each["latencies"]) for each in rounds]
+    p99s = [sorted(each["latencies"])[int(0.99 * len(each["latencies"]))] for each in rounds]
+    cpu = [statistics.median(values) for values in zip(*(r["cpu"] for r in rounds), strict=True)]
+    return {
+        "p50_us": round(statistics.median(p50s)),
+        "p50_spread_us": [round(min(p50s)), round(max(p50s))],
+        "p99_us": round(statistics.median(p99s)),
+        "p99_spread_us": [round(min(p99s)), round(max(p99s))],
+        "cpu_us": dict(
+            zip(("publisher", "server", "replica"), [round(c) for c in cpu], strict=True)
+        ),
+    }

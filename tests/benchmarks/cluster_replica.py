@@ -1,0 +1,125 @@
+"""A reading replica of `make bench-cluster`: a Router that follows, in a process of its own.
+
+In:  cases as JSON lines (tests/benchmarks/sides.py): open, await, close.
+Out: when blocks were found, ns of the monotonic clock; CPU seconds.
+
+After each message its last block is looked up as for a request, and only then the time is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.index.apply_result import ApplyResult
+from kvplug.ingest.event_thread import EventThread
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
+from tests.benchmarks.cluster_events import BLOCK_SIZE, tokens_of
+from tests.benchmarks.sides import serve
+
+TIMEOUT_S = 60.0
+
+
+class TimingRouter(Router):
+    """`found`: (blocks that were stored until then, when the last of them was found).
+
+    `looks`: whether it looks for them; else only the time is taken.
+    """
+
+    def __init__(self, *, looks: bool, blocks_per_event: int) -> None:
+        super().__init__(RouterConfig(block_size=BLOCK_SIZE, speculative_ttl_s=0.0))
+        self.found: list[tuple[int, int]] = []
+        self._looks, self._blocks_per_event, self._num_stored = looks, blocks_per_event, 0
+
+    def apply_packed(self, rank: Rank, payload: bytes, *, ts: float = 0.0) -> ApplyResult:
+        applied = super().apply_packed(rank, payload, ts=ts)
+        if applied.num_stored:
+            self._num_stored += applied.num_stored
+            if self._looks:
+                self._look()
+            self.found.append((self._num_stored, time.monotonic_ns()))
+        return applied
+
+    def _look(self) -> None:
+        event = self._num_stored // self._blocks_per_event - 1
+        tokens = tokens_of(event, self._blocks_per_event)
+        decision = self.peek(tokens)
+        assert decision.cached_tokens == len(tokens), (event, decision)
+
+
+class Replica:
+    """One at a time."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        looks, self.blocks_per_event = case.get("looks", False), case.get("blocks", 16)
+        self.router = TimingRouter(looks=looks, blocks_per_event=self.blocks_per_event)
+        self.events = EventThread()
+        self.events.start()
+        self.followers = []
+        self.cpu_s = time.process_time()
+        for worker, endpoint in zip(case["workers"], case["endpoints"], strict=True):
+            self.router.add_worker(worker)
+            follower = Follower(self.router, Rank(worker))
+            self.followers.append(follower)
+            self.events.follow(follower, endpoint)
+
+    @property
+    def num_stored(self) -> int:
+        return sum(each.num_stored for each in self.followers)
+
+    def close(self) -> None:
+        self.events.stop()
+
+
+replicas: list[Replica] = []
+
+
+def measure(case: dict[str, Any]) -> Any:
+    return {"open": open_one, "await": await_blocks, "trusts": await_exact, "close": close}[
+        case["what"]
+    ](case)
+
+
+def open_one(case: dict[str, Any]) -> int:
+    if "core" in case:
+        os.sched_setaffinity(0, {case["core"]})
+    replicas.append(Replica(case))
+    return os.getpid()
+
+
+def await_exact(case: dict[str, Any]) -> dict[str, int]:
+    """Once every follower is exact."""
+    del case
+    [replica] = replicas
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(each.trust.level is not Trust.EXACT for each in replica.followers):
+        assert time.monotonic() < deadline, [str(each.trust) for each in replica.followers]
+        time.sleep(0.005)
+    replica.cpu_s = time.process_time()
+    return {"num_stored": replica.num_stored}
+
+
+def await_blocks(case: dict[str, Any]) -> dict[str, Any]:
+    """Once so many blocks are there."""
+    [replica] = replicas
+    deadline = time.monotonic() + TIMEOUT_S
+    while replica.num_stored < case["blocks"]:
+        seen = [(dict(each.skipped), str(each.trust)) for each in replica.followers]
+        assert time.monotonic() < deadline, (replica.num_stored, seen)
+        time.sleep(0.005)
+    found, replica.router.found = replica.router.found, []
+    cpu_s, replica.cpu_s = replica.cpu_s, time.process_time()
+    return {"found": found, "cpu_s": replica.cpu_s - cpu_s}
+
+
+def close(case: dict[str, Any]) -> None:
+    del case
+    replicas.pop().close()
+
+
+if __name__ == "__main__":
+    serve(measure, sys.stdin)
