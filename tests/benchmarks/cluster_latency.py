@@ -2,7 +2,7 @@
 servers, in turns.
 
 In:  rates, rounds.
-Out: {"way@rate": {"p50_us", "p99_us", "quartiles_us", "cpu_us": {"publisher", "server", "replica"}}}
+Out: {"way@rate": {"p50_us", "p99_us" with the spread of the rounds, "cpu_us" of each process}}
 
 A way is a publisher, a replica and its servers; they live through the whole measurement, and each
 round sends the same number of messages through each of them. CPU is that of whole processes per
@@ -11,17 +11,14 @@ message; the publisher's without what the same program takes if it publishes not
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from tests.benchmarks.cluster_servers import Servers, servers
-from tests.benchmarks.sides import ROOT, Side
+from tests.benchmarks.cluster_sides import side
 
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
 WAYS = ("zmq", "core", "r1", "r3")
 WARM_UP = 200
 
@@ -76,16 +73,6 @@ def _latencies(stamps: list[int], found: list[list[int]], first: int) -> Iterato
         yield from ((when - stamp) / 1e3 for stamp in stamps[at:until])
         at = until
     assert at == len(stamps), (at, len(stamps))
-
-
-@contextmanager
-def side(what: str) -> Iterator[Side]:
-    """A process of tests/benchmarks/cluster_{what}.py."""
-    process = Side(what, [sys.executable, "-m", f"tests.benchmarks.cluster_{what}"], ENV)
-    try:
-        yield process
-    finally:
-        process.close()
 
 
 def measure(

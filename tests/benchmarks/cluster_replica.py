@@ -118,7 +118,8 @@ def await_blocks(case: dict[str, Any]) -> dict[str, Any]:
 
 def close(case: dict[str, Any]) -> None:
     del case
-    replicas.pop().close()
+    while replicas:
+        replicas.pop().close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from nats.js import JetStreamContext, api, errors
 from kvplug.nats.subjects import Subjects
 from tests.nats_servers import Node, nats_servers
 
+START_S = 60
 _HOUR_S = 3600
 _T = TypeVar("_T")
 
@@ -58,11 +59,11 @@ class Servers:
         async def connected() -> _T:
             client = await nats.connect([node.url for node in self._nodes])
             try:
-                return await act(client.jetstream(timeout=30))
+                return await act(client.jetstream(timeout=3))
             finally:
                 await client.close()
 
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while True:
             try:
                 return asyncio.run(connected())
