@@ -139,7 +139,7 @@ class NatsConnection:
         self._say(f"{type(error).__name__}: {error}")
 
     async def _on_lost(self) -> None:
-        if self.is_connected:
+        if self.is_connected and self._client is not None:  # else it is being closed
             logger.warning("NATS: the connection %s is lost; it is tried again", self.name)
         self._changed(False)
 

@@ -6,6 +6,7 @@ In:  how many nodes.   Out: their URL; CPU seconds and bytes of them all.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,16 @@ from typing import Any, TypeVar
 
 import nats
 import psutil
-from nats.js import JetStreamContext, api, errors
+from nats.js import JetStreamContext, api
 
+from kvplug.cluster.streams import Streams, StreamSettings
+from kvplug.errors import TransportError
+from kvplug.nats.connection import NatsConnection
+from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import Subjects
 from tests.nats_servers import Node, nats_servers
 
 START_S = 60
-_HOUR_S = 3600
 _T = TypeVar("_T")
 
 
@@ -36,41 +40,45 @@ class Servers:
         times = [each.cpu_times() for each in self._processes]
         return sum(each.user + each.system for each in times)
 
+    def pin(self, core: int) -> None:
+        """Run on this core only."""
+        for process in self._processes:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {core})
+
     def written_bytes(self) -> int:
         """To disks, by all nodes."""
         return sum(each.io_counters().write_chars for each in self._processes)
 
     def prepare(self, fleet: str) -> None:
-        """Make the stream of a fleet, as a router does (kvplug/cluster/streams.py)."""
-        subjects = Subjects(fleet)
+        """Make the stream and the buckets of a fleet, as a router does."""
+        connection = NatsConnection(self.settings(fleet), "prepare")
+        connection.start()
+        streams = Streams(
+            connection,
+            Subjects(fleet),
+            StreamSettings(num_replicas=len(self._nodes), max_bytes=2**32),
+        )
+        try:
+            _again(lambda: connection.submit(streams.ensure()).result())
+        finally:
+            connection.stop()
 
-        async def make(js: JetStreamContext) -> None:
-            await js.add_stream(
-                name=subjects.stream, subjects=[subjects.all_events], max_age=_HOUR_S,
-                max_bytes=2**32, duplicate_window=0.1, num_replicas=len(self._nodes),
-                allow_direct=True,
-            )  # fmt: skip
-
-        self.run(make)
+    def settings(self, fleet: str) -> NatsSettings:
+        """Of a client."""
+        return NatsSettings(servers=tuple(node.url for node in self._nodes), fleet=fleet)
 
     def run(self, act: Callable[[JetStreamContext], Awaitable[_T]]) -> _T:
-        """With a connection of its own; again until a cluster has its leader."""
+        """With a connection of its own."""
 
         async def connected() -> _T:
             client = await nats.connect([node.url for node in self._nodes])
             try:
-                return await act(client.jetstream(timeout=3))
+                return await act(client.jetstream(timeout=30))
             finally:
                 await client.close()
 
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                return asyncio.run(connected())
-            except (errors.APIError, errors.ServiceUnavailableError, TimeoutError):
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
+        return asyncio.run(connected())
 
     def state(self, fleet: str) -> api.StreamState:
         """Of its stream: messages, bytes, first_seq, last_seq."""
@@ -86,3 +94,17 @@ def servers(num_nodes: int = 1) -> Iterator[Servers]:
     """Real ones, which end with the block."""
     with nats_servers(num_nodes) as nodes:
         yield Servers(nodes)
+
+
+def _again(attempt: Callable[[], object]) -> None:
+    """Until a cluster has its leader."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            attempt()
+        except TransportError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+        else:
+            return
