@@ -12,8 +12,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 
 class Life:
-    """apply, begin_again, hello, answer; from any thread."""
+    """apply, begin_again, begin_anew, doubt, hello, answer; from any thread."""
 
     def __init__(self, about: WorkerHello, history_bytes: int = HISTORY_BYTES) -> None:
         self._lock = threading.Lock()
@@ -80,6 +80,7 @@ class Life:
         self._about = self._said = about
         self._resident = ResidentSet(about.block_size, bigrams=about.bigrams)
         self._noted: tuple[object, ...] = ()
+        self._doubts: dict[str, int] = {}
         self._hidden = HiddenStates() if about.hides_states else None
         self._begin()
 
@@ -118,11 +119,40 @@ class Life:
         with self._lock:
             self._lose(reason, num_dropped)
 
-    def _lose(self, reason: str, num_lost: int) -> None:
+    def begin_anew(self) -> None:
+        """The engine, or who tells of it, starts over: it holds nothing, and nothing is missing."""
+        with self._lock:
+            self._forget()
+            self._resident.defects.clear()
+            self._note_resident()
+            self._begin()
+
+    def doubt(self, doubts: Mapping[str, int]) -> None:
+        """Blocks are missing for these reasons, beside those that events show; {}: none are. For
+        who takes the events off another stream.
+        """
+        with self._lock:
+            self._doubts = dict(doubts)
+            self._note_defects()
+
+    @property
+    def num_cleared(self) -> int:
+        """How often the engine's cache was emptied."""
+        return self._resident.num_cleared
+
+    @property
+    def defects(self) -> Counter[str]:
+        """Of events, by reason, how much could not be used since the cache was last empty."""
+        return self._resident.defects
+
+    def _forget(self) -> None:
         self._resident.forget()
-        self._resident.defects[reason] += num_lost
         if self._hidden is not None:
             self._hidden.forget()
+
+    def _lose(self, reason: str, num_lost: int) -> None:
+        self._forget()
+        self._resident.defects[reason] += num_lost
         self._note_resident()
         self._begin()
 
@@ -197,9 +227,14 @@ class Life:
             self._about,
             block_size=resident.block_size,
             bigrams=resident.bigrams,
-            defects=dict(sorted(resident.defects.items())),
             **more,
         )
+        self._note_defects()
+
+    def _note_defects(self) -> None:
+        defects = dict(sorted({**self._doubts, **self._resident.defects}.items()))
+        if defects != self._about.defects:
+            self._about = structs.replace(self._about, defects=defects)
 
     def _hello_to_all(self) -> Numbered:
         hello = self._hello()
@@ -207,10 +242,7 @@ class Life:
         return hello
 
     def _hello(self) -> Numbered:
-        # A new reason is said at once, a higher count with the next hello.
-        defects = dict(sorted(self._resident.defects.items()))
-        if defects != self._about.defects:
-            self._about = structs.replace(self._about, defects=defects)
+        self._note_defects()  # a new reason is said at once, a higher count with the next hello
         hello = Hello(self._life, self._next, time.time(), self._about)
         return Numbered(self._next, protocol.encode(hello))
 

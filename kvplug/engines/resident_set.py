@@ -66,9 +66,10 @@ class Listing:
 
 @dataclass(slots=True)
 class _Counted:
-    """Set once an engine has said again what it has."""
+    """has_reported: set once an engine has said again what it has."""
 
     has_reported: bool = False
+    num_cleared: int = 0
     defects: Counter[str] = field(default_factory=Counter)
 
 
@@ -105,6 +106,11 @@ class ResidentSet:
     def defects(self) -> Counter[str]:
         """Blocks, by the reason why they are not here; empty again with the cache."""
         return self._counted.defects
+
+    @property
+    def num_cleared(self) -> int:
+        """How often the engine emptied its cache, in all tiers."""
+        return self._counted.num_cleared
 
     def forget(self) -> None:
         """Nothing is known of what the engine holds; what kind of engine it is stays known."""
@@ -287,6 +293,7 @@ class ResidentSet:
         if tier is None:
             self._empty()
             self.defects.clear()
+            self._counted.num_cleared += 1
         else:
             self._drop_tier(int(tier))
         return [PackedCleared(tier)]

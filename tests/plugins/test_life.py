@@ -8,7 +8,16 @@ from kvplug import protocol
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.life import BAD_VALUE, Life
 from kvplug.engines.settings import PublisherConfig
-from kvplug.events import BlockStored, CxlMetadata, CxlState, EventBatch, MoeLabel, Namespace
+from kvplug.events import (
+    AllBlocksCleared,
+    BlockStored,
+    CxlMetadata,
+    CxlState,
+    EventBatch,
+    MoeLabel,
+    Namespace,
+    Tier,
+)
 from kvplug.protocol import Ask, WorkerHello
 from tests.plugins.stock_client import wait_until
 from tests.plugins.stream_client import StreamClient
@@ -73,3 +82,33 @@ def test_followers_are_told_at_once_and_the_rest_goes_on(caplog):
     finally:
         client.close()
         stream.shutdown()
+
+
+def test_who_feeds_a_life_may_doubt_it():
+    life = Life(ABOUT)
+    life.hello()
+    life.doubt({"zmq_lost": 3})
+    hello, events = life.apply([stored(1, parent=7), stored(2)])
+    assert protocol.decode(hello.payload).about.defects == {"zmq_lost": 3, "unknown_parent": 1}
+    assert protocol.decode(events.payload).number == 0
+    life.doubt({})
+    assert protocol.decode(life.hello().payload).about.defects == {"unknown_parent": 1}
+
+
+def test_a_life_that_begins_anew_has_nothing_and_lacks_nothing():
+    life = Life(ABOUT)
+    life.begin_again(2)
+    life.apply([stored(1)])
+    before = life.position
+    life.begin_anew()
+    assert life.position[0] != before[0]
+    assert life.position[1] == life.num_blocks == 0
+    assert life.about.defects == {}
+
+
+def test_an_emptied_cache_is_counted():
+    life = Life(ABOUT)
+    life.apply([stored(1), EventBatch(events=(AllBlocksCleared(tier=Tier.HOST),))])
+    assert life.num_cleared == 0
+    life.apply([EventBatch(events=(AllBlocksCleared(),))])
+    assert life.num_cleared == 1
