@@ -4,6 +4,7 @@
     kvplug.FLEET.beat.WORKER.RANK   a hello every 2 s, which nobody keeps
     kvplug.FLEET.ask.WORKER.RANK    asks, with an inbox for the answer
     kvplug.FLEET.sync.ROUTER        the load that a router replica has made
+    kvplug.FLEET.replica.ROUTER     that a router replica is there, every 2 s
 
 WORKER and ROUTER are percent-encoded, so that each is one token of a subject.
 """
@@ -48,6 +49,7 @@ class Subjects:
         self.all_events = f"kvplug.{fleet}.kv.>"
         self.all_beats = f"kvplug.{fleet}.beat.>"
         self.all_sync = f"kvplug.{fleet}.sync.*"
+        self.all_replicas = f"kvplug.{fleet}.replica.*"
 
     def events(self, publisher: PublisherName) -> str:
         """Where a publisher's events go."""
@@ -64,6 +66,10 @@ class Subjects:
     def sync(self, router_id: str) -> str:
         """Where a router replica says what it has sent to whom."""
         return f"kvplug.{self.fleet}.sync.{token_of(router_id)}"
+
+    def replica(self, router_id: str) -> str:
+        """Where a router replica says that it is there."""
+        return f"kvplug.{self.fleet}.replica.{token_of(router_id)}"
 
     def _of(self, kind: str, publisher: PublisherName) -> str:
         return f"kvplug.{self.fleet}.{kind}.{token_of(publisher.worker)}.{publisher.rank}"

@@ -466,6 +466,10 @@ class ServerConfig:
             raise ConfigError(
                 f"processes: expected 1 with nats, got {self.processes}; start more routers instead"
             )
+        elif self.events_bind is not None:
+            raise ConfigError(
+                "events_bind: expected none with nats, over which engines send their events, too"
+            )
         elif not follows_events and cluster.router_reset_states:
             raise ConfigError("router_reset_states: expected a router that follows events")
         elif not follows_events and not cluster.router_replica_sync:

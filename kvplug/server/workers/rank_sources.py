@@ -7,22 +7,26 @@ Out: a RankSource for each rank.
 The engines bind one port for each rank, the first one's and those above it. Of an endpoint with a
 wildcard, the worker's URL says the host. Only `tcp://` is reached from another machine: an endpoint
 of another scheme, or with a loopback address, counts if the worker's URL has a loopback address,
-too. Only `tcp://` has a next port.
+too. Only `tcp://` has a next port. An engine that publishes to NATS has `nats://WORKER/RANK`, as
+it is called there; what is not reached from here may come over NATS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
 from kvplug.events import MAX_DP_SIZE
+from kvplug.nats.subjects import PublisherName
 from kvplug.server.config import WorkerSpec
-from kvplug.server.worker_spec import socket_of
+from kvplug.server.worker_spec import OVER_NATS, socket_of
 from kvplug.server.workers.hosts import in_brackets, is_loopback, is_wildcard
 from kvplug.transports import TRANSPORTS
+
+_NATS: Final = "nats://"
 
 
 class RankSource(msgspec.Struct, frozen=True):
@@ -39,6 +43,13 @@ class RankSource(msgspec.Struct, frozen=True):
     replay: str | None = None
     hides_states: bool = False
     unreached: str | None = None
+
+    @property
+    def over_nats(self) -> PublisherName | None:
+        """Who it is there; None if its events come another way."""
+        if self.events is None or not self.events.startswith(_NATS):
+            return None
+        return PublisherName.parse(self.events.removeprefix(_NATS))
 
 
 class _Publisher(msgspec.Struct):
@@ -108,17 +119,32 @@ def of_sglang(body: bytes) -> list[RankSource]:
     ]
 
 
-def sources_of(spec: WorkerSpec, found: Sequence[RankSource]) -> list[RankSource]:
+def sources_of(
+    spec: WorkerSpec, found: Sequence[RankSource], *, has_nats: bool = False
+) -> list[RankSource]:
     """What to follow of a worker: what its settings say, and else what its engine said, `found`.
 
     Settings name the endpoints of rank 0; those of the others are as far above them as the engine
-    says, and else at the next ports.
+    says, and else at the next ports. has_nats: what nobody names comes over NATS.
     """
     num_ranks = spec.dp_size or max(1, len(found))
     said = dict(enumerate(found))
-    return [
+    sources = [
         _source(spec, rank, said.get(rank), said.get(0), num_ranks) for rank in range(num_ranks)
     ]
+    if not has_nats:
+        return sources
+    return [_or_over_nats(spec, rank, each) for rank, each in enumerate(sources)]
+
+
+def _or_over_nats(spec: WorkerSpec, rank: int, source: RankSource) -> RankSource:
+    """Under the name that its settings say, else the engine, else its own."""
+    if source.events is not None:
+        return source
+    named = source.unreached or ""
+    if spec.topic or not named.startswith(_NATS):
+        named = f"{_NATS}{PublisherName(spec.topic or spec.name, rank)}"
+    return msgspec.structs.replace(source, events=named, unreached=None)
 
 
 def _source(
@@ -127,6 +153,9 @@ def _source(
     alone = None if num_ranks == 1 else rank
     engine_rank = alone if said is None else said.engine_rank
     hides = said is not None and said.hides_states
+    if spec.events == OVER_NATS:
+        named = None if said is None else said.events
+        return RankSource(engine_rank, None, None, hides, named)
     if spec.events is None:
         events, replay = (said.events, said.replay) if said is not None else (None, None)
         reached = _reached(events, spec.name), _reached(replay, spec.name)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvplug.nats.subjects import PublisherName
 from kvplug.server.config import WorkerSpec
 from kvplug.server.workers.rank_sources import RankSource, of_sglang, of_vllm, sources_of
 from kvplug.transports import TRANSPORTS
@@ -151,3 +152,34 @@ def test_further_ranks_have_no_endpoint_if_there_is_no_next_port(events):
 def test_what_is_no_such_answer_is_a_value_error(read, body):
     with pytest.raises(ValueError, match=r".+"):
         read(body)
+
+
+def over_nats(found=(), **settings):
+    made = sources_of(WorkerSpec(url=URL, **settings), found, has_nats=True)
+    return [(each.over_nats, each.engine_rank) for each in made]
+
+
+OWN = PublisherName(URL, 0)
+
+
+def test_over_nats_a_worker_has_the_name_of_its_url():
+    assert over_nats() == over_nats(of_vllm(b"{}")) == [(OWN, None)]
+    assert over_nats(dp_size=2)[1] == (PublisherName(URL, 1), 1)
+    assert over_nats(of_sglang(sglang(kv_events=None)))[1] == (PublisherName(URL, 1), 1)
+    assert over_nats(topic="pod/1") == [(PublisherName("pod/1", 0), None)]
+
+
+def test_an_engine_says_what_it_is_called_on_nats():
+    found = of_vllm(vllm("nats://pod-7/2"))
+    assert over_nats(found) == [(PublisherName("pod-7", 2), 0)]
+    assert over_nats(found, topic="x") == [(PublisherName("x", 0), 0)]
+    assert over_nats(found, events="nats") == [(PublisherName("pod-7", 2), 0)]
+    assert sources(found) == [RankSource(0, unreached="nats://pod-7/2")]
+
+
+def test_what_is_reached_is_followed_directly():
+    reached = of_vllm(vllm("tcp://10.0.0.7:5557"))
+    assert over_nats(reached) == [(None, 0)]
+    assert over_nats(events="tcp://h:5557") == [(None, None)]
+    assert over_nats(of_vllm(vllm("tcp://127.0.0.1:5557"))) == [(OWN, 0)]
+    assert over_nats(reached, events="nats") == [(OWN, 0)]
