@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvplug.errors import ConfigError
-from kvplug.nats.settings import NatsSettings
+from kvplug.nats.flags import NatsFlags, servers_of
 from kvplug.setting import Limits, check_settings, setting, settings_of, whole
 
 EMBEDDED: Final = "embedded"
@@ -28,7 +28,7 @@ _SECURE: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(NatsFlags):
     """Without `nats`, a router stands alone, and nothing else may be set."""
 
     nats: str | None = setting(
@@ -49,33 +49,6 @@ class ClusterConfig:
         "port of the embedded server, on loopback; 0 takes a free one, and the log says which",
         flag="--nats-port",
         limits=Limits("in [0, 65535]", lambda value: 0 <= whole(value) < 2**16),
-    )
-    nats_fleet: str = setting(
-        "default",
-        "name of the fleet; engines and routers of other fleets on the same servers are not seen",
-        flag="--nats-fleet",
-    )
-    nats_creds_file: Path | None = setting(
-        None,
-        "file with the router's credentials, a JWT and its seed (`.creds`)",
-        flag="--nats-creds-file FILE",
-    )
-    nats_nkey_file: Path | None = setting(
-        None, "file with the seed of the router's nkey", flag="--nats-nkey-file FILE"
-    )
-    nats_tls_ca_file: Path | None = setting(
-        None,
-        "certificates of who signed those of the servers",
-        flag="--nats-tls-ca-file FILE",
-        default_text="those that the system trusts",
-    )
-    nats_tls_cert_file: Path | None = setting(
-        None,
-        "the router's own certificate; with `--nats-tls-key-file`",
-        flag="--nats-tls-cert-file FILE",
-    )
-    nats_tls_key_file: Path | None = setting(
-        None, "its key; with `--nats-tls-cert-file`", flag="--nats-tls-key-file FILE"
     )
     nats_replicas: int = setting(
         1,
@@ -149,19 +122,7 @@ class ClusterConfig:
         """Their URLs; none of an embedded one, whose port may be free."""
         if self.nats is None or self.is_embedded:
             return ()
-        return tuple(each.strip() for each in self.nats.split(",") if each.strip())
-
-    def settings_at(self, servers: tuple[str, ...]) -> NatsSettings:
-        """Of servers at these URLs; ConfigError."""
-        return NatsSettings(
-            servers=servers,
-            fleet=self.nats_fleet,
-            creds_file=self.nats_creds_file,
-            nkey_file=self.nats_nkey_file,
-            tls_ca_file=self.nats_tls_ca_file,
-            tls_cert_file=self.nats_tls_cert_file,
-            tls_key_file=self.nats_tls_key_file,
-        )
+        return servers_of(self.nats)
 
     @property
     def store(self) -> Path:
