@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from itertools import dropwhile
 from pathlib import Path
 from typing import get_args
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.ingest.applying import _UNUSABLE
+from kvplug.nats.settings import VARIABLES
 from kvplug.router.config import Mode, RouterConfig
 from kvplug.server.api.endpoints import ENDPOINTS
 from kvplug.server.cli import parse
@@ -44,7 +46,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 OTHER_PROGRAMS = {"nginx", "source", "kill", "umask", "mkdir", "cp"}
 OF_PUBLISHERS = {
     value for value in vars(publisher_settings).values() if str(value).startswith("KVPLUG_")
-}
+} | {*VARIABLES}
 KEY_FLAGS = ("--events-key-file", "--events-server-key")
 # Flags of programs that are not ours.
 OF_ENGINES = {
@@ -80,7 +82,12 @@ def test_bash_blocks_name_what_exists(page, number, code):
     found = list(commands(code))
     assert found
     for words in found:
-        check_command(words[words[0].startswith(f"{BALANCE}=") :])
+        check_command(list(dropwhile(is_variable, words)))
+
+
+def is_variable(word):
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name in {BALANCE, *OF_PUBLISHERS}
 
 
 def check_command(words):
@@ -177,6 +184,7 @@ def check_engine(arguments):
     # What the engine itself reads, and does not hand to its publisher.
     for name in ("publisher", "enable_kv_cache_events", "format"):
         config.pop(name, None)
+    config.setdefault("endpoint", "tcp://*:5557")  # vLLM's default
     assert PublisherConfig(**config).of_rank(1)
 
 
