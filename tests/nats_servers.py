@@ -94,25 +94,31 @@ def free_ports(num_ports: int) -> list[int]:
 
 
 @contextmanager
-def nats_servers(num_nodes: int = 1, more: str = ""):
+def nats_servers(num_nodes: int = 1, more: str = "", *, prepare=None):
     """Nodes that run; their folder is removed at the end. Three are a cluster, whose leader needs
-    some seconds before streams can be made.
+    some seconds before streams can be made; clients are not told of each other's nodes.
+
+    prepare: a context manager of each node's store, from before its start to after its end.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvplug-nats-"))
     ports = [free_ports(3) for _ in range(num_nodes)]
     routes = ", ".join(f"nats-route://127.0.0.1:{each[2]}" for each in ports)
     nodes = []
     for number, each in enumerate(ports):
-        cluster = f"cluster {{ name: tests, listen: 127.0.0.1:{each[2]}, routes: [{routes}] }}\n"
+        cluster = (
+            f"cluster {{ name: tests, listen: 127.0.0.1:{each[2]}, no_advertise: true, "
+            f"routes: [{routes}] }}\n"
+        )
         lines = (cluster if num_nodes > 1 else "") + more
         nodes.append(Node(folder, f"n{number}", each, lines))
-    try:
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        if prepare is not None:
+            for node in nodes:
+                stack.enter_context(prepare(node.store))
         for node in nodes:
+            stack.callback(node.stop)
             node.start(wait=False)
         for node in nodes:
             node.await_ready()
         yield nodes
-    finally:
-        for node in nodes:
-            node.stop()
-        shutil.rmtree(folder, ignore_errors=True)

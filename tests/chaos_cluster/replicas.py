@@ -1,0 +1,113 @@
+"""A replica of a run: a process to be killed, paused and cut off, and what it knows.
+
+In:  its ways to the servers, the engines' URLs.   Out: what it has of each engine.
+"""
+
+import json
+import signal
+import sys
+from contextlib import suppress
+from urllib.request import urlopen
+
+from examples.launch.child_process import ChildProcess
+from examples.launch.ports import free_ports
+from tests.chaos.asking import ask
+from tests.chaos_cluster.operating import FLEET
+from tests.plugins.stock_client import wait_until
+
+SNAPSHOT_THRESHOLD = 300
+_START_LIMIT_S = 90.0
+
+
+class Replica:
+    """start, kill, pause, resume, stop; look, counters, health; `ways`: a proxy per server."""
+
+    def __init__(self, name, folder, ways, engine_urls, block_size, *, num_copies, more=()):
+        self.name, self.ways = name, ways
+        self._socket, self.port = folder / f"replica-{name}", free_ports(1)[0]
+        self.num_starts, self.is_paused = 0, False
+        flags = [
+            *(part for url in engine_urls for part in ("--worker", url)),
+            *("--port", str(self.port), "--router-id", name, "--log-level", "info"),
+            *("--nats", ",".join(way.url for way in ways), "--nats-fleet", FLEET),
+            *("--nats-replicas", str(num_copies), "--block-size", str(block_size)),
+            *("--router-snapshot-threshold", str(SNAPSHOT_THRESHOLD), "--router-replica-sync"),
+            *more,
+        ]
+        module = "tests.chaos_cluster.replica_program"
+        command = [sys.executable, "-m", module, str(self._socket), *flags]
+        self.process = ChildProcess(name, command, log_path=folder / f"replica-{name}.log")
+
+    def start(self):
+        self._socket.unlink(missing_ok=True)
+        self.num_starts += 1
+        self.process.start()
+
+    def wait_ready(self):
+        self.process.wait_until(self._socket.is_socket, "answer", timeout_s=_START_LIMIT_S)
+
+    def kill(self):
+        self.process.kill()
+        self._socket.unlink(missing_ok=True)
+
+    def stop(self):
+        self.resume()
+        self.process.stop()
+
+    def pause(self):
+        self.is_paused = True
+        self.process._signal_group(signal.SIGSTOP)
+
+    def resume(self):
+        if self.is_paused:
+            self.process._signal_group(signal.SIGCONT)
+        self.is_paused = False
+
+    def cut(self):
+        for way in self.ways:
+            way.cut()
+
+    def stall(self):
+        for way in self.ways:
+            way.stall()
+
+    def restore(self):
+        for way in self.ways:
+            way.restore()
+
+    @property
+    def is_here(self):
+        """Whether it can be asked now."""
+        return not self.is_paused and self._socket.is_socket()
+
+    def look(self):
+        """By worker URL: level, reason, fix, blocks; None if it is not here."""
+        if not self.is_here:
+            return None
+        with suppress(OSError, ValueError):
+            said = ask(self._socket, "look")
+            return {name.rpartition("/")[0]: seen for name, seen in said.items()}
+        return None
+
+    def counters(self):
+        """Sums over all ranks."""
+        with suppress(OSError, ValueError):
+            ranks = ask(self._socket, "counters").values()
+            return {name: sum(rank[name] for rank in ranks) for name in next(iter(ranks), {})}
+        return {}
+
+    def check(self):
+        assert ask(self._socket, "check") is True
+
+    def health(self):
+        with urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+            return json.load(answer)
+
+    def log(self):
+        return self.process.log_path.read_text(errors="replace")
+
+
+def wait_all_ready(replicas):
+    for each in replicas:
+        each.wait_ready()
+    wait_until(lambda: all(each.look() is not None for each in replicas), "all replicas answer")
