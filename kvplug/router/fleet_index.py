@@ -305,6 +305,11 @@ class FleetIndex:
         member = self._members.get(rank.worker)
         return member is not None and rank in member.holding and self.confidence_of(rank) > 0
 
+    def model_of(self, worker: str) -> str:
+        """What the worker serves; "" while that is not known, or for no member."""
+        member = self._members.get(worker)
+        return "" if member is None else member.model
+
     def workers_with(self, model: str, workers: Collection[str] | None) -> set[str]:
         """The workers that have this model; a worker without a model counts for any."""
         having = {name for name, each in self._members.items() if each.model in ("", model)}

@@ -380,7 +380,13 @@ class ActiveLoad:
     def show_own(self, slots: I64, out_rows: F64) -> bool:
         """Show them what this one has sent there; whether that has changed."""
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
-        return bool(peer_load.show(slots, ranks, peers, out_rows))
+        num_changed = peer_load.show(slots, ranks, peers, out_rows)
+        for number, others in self._others.items():  # of which the engine tells each of them
+            if slots[number] >= 0:
+                row = out_rows[peer_load.ROW_WIDTH * slots[number] :]
+                for column, name in _OTHERS_COLUMNS:
+                    row[column] -= getattr(others, name)
+        return bool(num_changed)
 
     def others(self, number: int) -> OthersLoad:
         """Of the rank, as reported last."""
