@@ -132,6 +132,11 @@ bench-service: ROUNDS ?= 3
 bench-service: $(READY)  ## the router as a service beside vllm-router and smg: cached share, TTFT, added latency, CPU; ROUNDS=3 ONLY=router,router; 10 minutes a round; bench-results/service.json
 	$(BIN)/python -m tests.benchmarks.service --rounds $(ROUNDS) $(if $(ONLY),--routers $(ONLY))
 
+.PHONY: bench-cluster
+bench-cluster: ROUNDS ?= 7
+bench-cluster: $(READY)  ## routers over NATS: publish to found, blocks a second, CPU of servers, restoring, sizing; ROUNDS=7 ONLY=latency,sizing; bench-results/cluster.json
+	$(BIN)/python -m tests.benchmarks.cluster --rounds $(ROUNDS) $(if $(ONLY),--only $(ONLY))
+
 .PHONY: soak-index
 soak-index: SECONDS = 180
 soak-index: $(READY)  ## SECONDS (180) of churn on one index: right answers, flat memory

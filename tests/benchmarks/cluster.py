@@ -3,6 +3,9 @@
 usage: python -m tests.benchmarks.cluster [--only PART,PART] [--rounds N]
 
     latency  from publish() to the block being found: ZMQ, NATS core, one server, three
+    rate     blocks a second that a replica on one core takes from the stream
+    server   what a message and a consumer cost the server
+    sizing   fleets of up to 1,000 ranks and 16 replicas on paper, checked by runs
 
 Ways take turns, round by round, as the machine is not this program's alone. Prints medians with
 the spread of the rounds, and writes bench-results/cluster.json; parts that were not measured stay
@@ -19,18 +22,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import cluster_latency
+from tests.benchmarks import cluster_latency, cluster_rate, cluster_server, cluster_sizing
 from tests.benchmarks.sides import ROOT
 
 RESULT = ROOT / "bench-results" / "cluster.json"
-RATES, ROUND_S = (100, 1000), 4.0
+RATES, SERVER_RATES, ROUND_S = (100, 1000), (1000, 4000), 4.0
 
 
-def _latency(num_rounds: int) -> dict[str, Any]:
-    return cluster_latency.measure(RATES, num_rounds, ROUND_S)
-
-
-PARTS: dict[str, Callable[[int], dict[str, Any]]] = {"latency": _latency}
+PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "latency": lambda num_rounds: cluster_latency.measure(RATES, num_rounds, ROUND_S),
+    "rate": cluster_rate.measure,
+    "server": lambda num_rounds: cluster_server.measure(SERVER_RATES, num_rounds, ROUND_S),
+    "sizing": lambda num_rounds: cluster_sizing.measure(max(1, num_rounds // 2), ROUND_S),
+}
 
 
 def main() -> None:

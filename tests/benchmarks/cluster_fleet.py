@@ -1,11 +1,11 @@
-"""Many ranks over one connection: the load of a large fleet on servers and replicas, without the
-cost of as many publishers.
+"""Many ranks in one process: the load of a large fleet on servers and replicas, without the cost of
+as many publishers.
 
-In:  cases as JSON lines (tests/benchmarks/sides.py): open, paced, close.   Out: CPU seconds.
+In:  cases as JSON lines (tests/benchmarks/sides.py): open, paced, close.   Out: CPU seconds, bytes.
 
-Each rank has a life of its own, says its events in order with at most 64 unacknowledged in all,
-and a beat every 2 s, as kvplug's publisher does. Every second event removes what the oldest one of
-the rank stored.
+Each rank has a life of its own and says its events in order, over the stream (at most 64 messages
+unacknowledged in all) or over a ZMQ socket of its own, and a beat every 2 s, as kvplug's publisher
+does. Every second event removes what the oldest one of the rank stored.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import asyncio
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import nats
+import zmq
 from nats.js import JetStreamContext
 
-from kvplug.engines.life import Life
+from kvplug.engines.life import Life, Numbered
 from kvplug.events import BlockRemoved, EventBatch
 from kvplug.nats.subjects import PublisherName, Subjects
 from kvplug.protocol import HEARTBEAT_S, WorkerHello
@@ -28,78 +30,144 @@ from tests.benchmarks.sides import serve
 
 WINDOW = 64
 KEEP = 4
+MAX_SOCKETS = 65_535
 
 
 class BareRank:
-    """One publisher: its subject, its life, what it holds."""
+    """What one publisher says."""
 
-    def __init__(self, number: int, worker: str, fleet: str) -> None:
-        name, subjects = PublisherName(worker, 0), Subjects(fleet)
-        self.subject, self.beats = subjects.events(name), subjects.beats(name)
+    def __init__(self, number: int, worker: str) -> None:
+        self.name = PublisherName(worker, 0)
         self.life = Life(WorkerHello(block_size=BLOCK_SIZE, engine="bench"), history_bytes=0)
-        self.acknowledged = 0  # the sequence of its last message in the stream
-        self._next, self._held = number << 16, deque[int]()
+        self._next, self._held, self._removes = number << 16, deque[int](), False
 
-    def said(self, num_blocks: int) -> list[bytes]:
-        if len(self._held) > KEEP:
+    def said(self, num_events: int, num_blocks: int) -> list[Numbered]:
+        """The next message."""
+        return self.life.apply([self._event(num_blocks) for _ in range(num_events)])
+
+    def _event(self, num_blocks: int) -> EventBatch:
+        self._removes = not self._removes and len(self._held) > KEEP
+        if self._removes:
             names = tuple(blocks_of(self._held.popleft(), num_blocks))
-            batch = EventBatch(events=(BlockRemoved(block_hashes=names),))
-        else:
-            self._held.append(self._next)
-            batch = stored(self._next, num_blocks)
-            self._next += 1
-        return [message.payload for message in self.life.apply([batch])]
+            return EventBatch(events=(BlockRemoved(block_hashes=names),))
+        self._held.append(self._next)
+        self._next += 1
+        return stored(self._next - 1, num_blocks)
+
+
+class Streamed:
+    """Carries messages into the stream of a fleet, beats over NATS core."""
+
+    def __init__(self, case: dict[str, Any], ranks: list[BareRank]) -> None:
+        self._servers, self._subjects = case["servers"].split(","), Subjects(case["fleet"])
+        self._acknowledged: dict[PublisherName, int] = {}
+        self._ranks = ranks
+
+    async def open(self) -> None:
+        self._client = await nats.connect(self._servers)
+        self._js: JetStreamContext = self._client.jetstream(publish_async_max_pending=WINDOW)
+        for rank in self._ranks:
+            await self.send(rank, rank.life.hello())
+        await self.settle()
+
+    async def send(self, rank: BareRank, message: Numbered) -> None:
+        subject = self._subjects.events(rank.name)
+        future = await self._js.publish_async(subject, message.payload)
+        future.add_done_callback(
+            lambda done: self._acknowledged.__setitem__(rank.name, done.result().seq)
+        )
+
+    async def beat(self, rank: BareRank) -> None:
+        headers = {"Kvplug-Seq": str(self._acknowledged[rank.name])}
+        subject = self._subjects.beats(rank.name)
+        await self._client.publish(subject, rank.life.hello().payload, headers=headers)
+
+    async def settle(self) -> None:
+        await self._js.publish_async_completed()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def endpoints(self) -> list[str]:
+        return []
+
+
+class Direct:
+    """A ZMQ socket for each rank."""
+
+    def __init__(self, case: dict[str, Any], ranks: list[BareRank]) -> None:
+        del case
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._sockets: dict[PublisherName, zmq.Socket[bytes]] = {}
+        self._endpoints = []
+        for rank in ranks:
+            socket = self._context.socket(zmq.PUB)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            self._endpoints.append(f"tcp://127.0.0.1:{port}")
+            self._sockets[rank.name] = socket
+
+    async def open(self) -> None:
+        """Nothing: replicas connect later."""
+
+    async def send(self, rank: BareRank, message: Numbered) -> None:
+        number = message.number.to_bytes(8, "big")
+        self._sockets[rank.name].send_multipart((b"", number, message.payload))
+
+    async def beat(self, rank: BareRank) -> None:
+        await self.send(rank, rank.life.hello())
+
+    async def settle(self) -> None:
+        """Sent is sent."""
+
+    async def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def endpoints(self) -> list[str]:
+        return self._endpoints
 
 
 class Fleet:
-    """open, paced, close; in one event loop."""
+    """In one event loop, which runs during `paced` and `settle` only."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.loop = asyncio.new_event_loop()
-        workers, fleet = case["workers"], case["fleet"]
-        self._ranks = [BareRank(n, worker, fleet) for n, worker in enumerate(workers)]
-        self._num_blocks = case.get("blocks", 16)
-        self.loop.run_until_complete(self._open(case["servers"].split(",")))
+        self._ranks = [BareRank(n, worker) for n, worker in enumerate(case["workers"])]
+        self._shape = case.get("events", 1), case.get("blocks", 16)
+        self.carrier = (Direct if case.get("via") == "zmq" else Streamed)(case, self._ranks)
+        self._beats = self._forever()
+        self.loop.run_until_complete(self.carrier.open())
 
-    async def _open(self, servers: list[str]) -> None:
-        self._client = await nats.connect(servers)
-        self._js: JetStreamContext = self._client.jetstream(publish_async_max_pending=WINDOW)
-        for rank in self._ranks:
-            await self._send(rank, rank.life.hello().payload)
-        await self._js.publish_async_completed()
-        self._beating = asyncio.create_task(self._beat())
+    def _forever(self) -> Iterator[BareRank]:
+        while True:
+            yield from self._ranks
 
-    async def _send(self, rank: BareRank, payload: bytes) -> None:
-        future = await self._js.publish_async(rank.subject, payload)
-        future.add_done_callback(lambda done: setattr(rank, "acknowledged", done.result().seq))
-
-    async def _beat(self) -> None:
-        pause_s = HEARTBEAT_S / len(self._ranks)
-        began_s = time.monotonic()
-        for n in range(10**9):
+    async def _beat_until(self, ended: asyncio.Event) -> None:
+        pause_s, began_s = HEARTBEAT_S / len(self._ranks), time.monotonic()
+        for n, rank in enumerate(self._beats, 1):
+            await self.carrier.beat(rank)
             await asyncio.sleep(began_s + n * pause_s - time.monotonic())
-            rank = self._ranks[n % len(self._ranks)]
-            # Only what is acknowledged may be said: here, a rank's messages are seconds apart.
-            headers = {"Kvplug-Seq": str(rank.acknowledged)}
-            await self._client.publish(rank.beats, rank.life.hello().payload, headers=headers)
+            if ended.is_set():
+                return
 
     async def paced(self, rate: float, num: int) -> dict[str, float]:
+        """So many messages, one rank after the other; with `num` 0 a second of beats."""
+        ended = asyncio.Event()
+        beating = asyncio.create_task(self._beat_until(ended))
         began_s, cpu_s, num_bytes = time.perf_counter(), time.process_time(), 0
         for n in range(num):
             await asyncio.sleep(max(0.0, began_s + n / rate - time.perf_counter()))
             rank = self._ranks[n % len(self._ranks)]
-            for payload in rank.said(self._num_blocks):
-                num_bytes += len(payload)
-                await self._send(rank, payload)
-        await self._js.publish_async_completed()
-        elapsed_s = time.perf_counter() - began_s
-        return {
-            "elapsed_s": elapsed_s, "cpu_s": time.process_time() - cpu_s, "bytes": num_bytes,
-        }  # fmt: skip
-
-    async def close(self) -> None:
-        self._beating.cancel()
-        await self._client.close()
+            for message in rank.said(*self._shape):
+                num_bytes += len(message.payload)
+                await self.carrier.send(rank, message)
+        await asyncio.sleep(0 if num else HEARTBEAT_S / 2)
+        await self.carrier.settle()
+        elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        ended.set()
+        await beating
+        return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "bytes": num_bytes}
 
 
 fleets: list[Fleet] = []
@@ -108,13 +176,13 @@ fleets: list[Fleet] = []
 def measure(case: dict[str, Any]) -> Any:
     if case["what"] == "open":
         fleets.append(Fleet(case))
-        return None
+        return fleets[0].carrier.endpoints()
     if case["what"] == "paced":
         [fleet] = fleets
         return fleet.loop.run_until_complete(fleet.paced(case["rate"], case["num"]))
     while fleets:
         fleet = fleets.pop()
-        fleet.loop.run_until_complete(fleet.close())
+        fleet.loop.run_until_complete(fleet.carrier.close())
     return None
 
 

@@ -40,9 +40,9 @@ class Reader:
         await self._client.subscribe(
             self._inbox, cb=self._arrived, pending_msgs_limit=0, pending_bytes_limit=0
         )
-        await self._ask()
+        await self.ask()
 
-    async def _ask(self) -> None:
+    async def ask(self) -> None:
         self._left += BATCH
         request = {"batch": BATCH, "max_bytes": MAX_BYTES, "expires": 600 * 10**9}
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}"
@@ -53,7 +53,7 @@ class Reader:
             return
         self.num_messages, self._left = self.num_messages + 1, self._left - 1
         if self._left <= BATCH // 2:
-            await self._ask()
+            await self.ask()
         if time.monotonic() >= self._ack_at_s:
             self._ack_at_s = time.monotonic() + 1.0
             await self._client.publish(message.reply, b"+ACK")
@@ -76,9 +76,14 @@ class Readers:
 
     async def await_all(self, num_messages: int) -> list[int]:
         deadline = time.monotonic() + TIMEOUT_S
-        while any(each.num_messages < num_messages for each in self._readers):
+        again_s = time.monotonic() + 1.0
+        while late := [each for each in self._readers if each.num_messages < num_messages]:
             assert time.monotonic() < deadline, [each.num_messages for each in self._readers]
             await asyncio.sleep(0.01)
+            if time.monotonic() > again_s:  # a cluster had not heard of the inbox yet
+                again_s += 1.0
+                for each in late:
+                    await each.ask()
         return [each.num_messages for each in self._readers]
 
     async def close(self) -> None:

@@ -48,10 +48,11 @@ def measure(
     num_rounds: int,
     round_s: float,
     consumers: tuple[int, ...] = NUM_CONSUMERS,
+    nodes: tuple[int, ...] = (1, 3),
 ) -> dict[str, Any]:
-    """One server and three; with so many consumers each."""
+    """So many servers, with so many consumers each."""
     results: dict[str, Any] = {}
-    for num_nodes in (1, 3):
+    for num_nodes in nodes:
         with ExitStack() as stack:
             nats = stack.enter_context(servers(num_nodes))
             cases = [Case(n, nats, stack) for n in consumers]
