@@ -1,4 +1,4 @@
-"""The benchmark of the cluster in its shortest form: what it measures is there; its paper adds up."""
+"""The benchmark of the cluster in its shortest form: it measures, and its paper adds up."""
 
 import pytest
 
