@@ -13,9 +13,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import msgspec
+import nats.errors
 from nats.aio.msg import Msg
 
 from kvplug.nats.connection import NatsConnection
@@ -107,7 +109,8 @@ class Presence:
             router_id=self.router_id, process=self._process, asks=asks, leaves=leaves
         )
         payload = msgspec.json.encode(self._say(said))
-        await client.publish(self._subjects.replica(self.router_id), payload)
+        with suppress(nats.errors.Error, OSError):  # it is said again
+            await client.publish(self._subjects.replica(self.router_id), payload)
 
     async def _hear(self, message: Msg) -> None:
         said = _read(message.data)

@@ -2,7 +2,7 @@
 
 In:  a connection, how large and how safe they are to be.   Out: what is there, what differs.
 
-    kvplug-FLEET             stream: hellos and events of an hour, the oldest go first
+    kvplug-FLEET             stream: hellos, events and marks of an hour, the oldest go first
     kvplug-FLEET-state       key-value bucket: the manifest of snapshots, the lease on making one
     kvplug-FLEET-snapshots   object store: the snapshots
 
@@ -59,7 +59,7 @@ class StreamState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Streams:
-    """ensure, state, in the connection's loop; `differences` from what would have been made.
+    """ensure, state, mark, in the connection's loop; `differences` from what would have been made.
 
     All raise TransportError, with what to do where that is known.
     """
@@ -85,6 +85,14 @@ class Streams:
         info = await _info(await self._context(), self._subjects.stream)
         return None if info is None else _state(info)
 
+    async def mark(self) -> int:
+        """Add a message that says nothing; returns its number in the stream."""
+        js = await self._context()
+        try:
+            return (await js.publish(self._subjects.marks, b"")).seq
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            raise _refusal(error, f"publish to {self._subjects.marks}") from error
+
     async def _context(self) -> JetStreamContext:
         client = await self._connection.connected()
         return client.jetstream(timeout=_TIMEOUT_S)
@@ -106,7 +114,7 @@ class Streams:
         return api.StreamConfig(
             name=self._subjects.stream,
             description="events of engines, for kvplug's routers",
-            subjects=[self._subjects.all_events],
+            subjects=[self._subjects.all_events, self._subjects.marks],
             retention=api.RetentionPolicy.LIMITS,
             storage=api.StorageType.FILE,
             discard=api.DiscardPolicy.OLD,
@@ -133,7 +141,7 @@ class Streams:
         seen, wanted = info.config, self._events()
         if self._subjects.all_events not in (seen.subjects or []):
             raise TransportError(
-                f"cannot use stream {wanted.name}: expected the subject {wanted.subjects}, it has "
+                f"cannot use stream {wanted.name}: expected the subjects {wanted.subjects}, it has "
                 f"{seen.subjects}; delete it, or name another fleet with --nats-fleet"
             )
         names = ("retention", "storage", "discard", "max_age", "max_bytes", "num_replicas")

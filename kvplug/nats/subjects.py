@@ -5,6 +5,7 @@
     kvplug.FLEET.ask.WORKER.RANK    asks, with an inbox for the answer
     kvplug.FLEET.sync.ROUTER        the load that a router replica has made
     kvplug.FLEET.replica.ROUTER     that a router replica is there, every 2 s
+    kvplug.FLEET.mark               nothing; the stream keeps it, so that its number rises
 
 WORKER and ROUTER are percent-encoded, so that each is one token of a subject.
 """
@@ -48,6 +49,7 @@ class Subjects:
         """Object store of the snapshots."""
         self.all_events = f"kvplug.{fleet}.kv.>"
         self.all_beats = f"kvplug.{fleet}.beat.>"
+        self.marks = f"kvplug.{fleet}.mark"
         self.all_sync = f"kvplug.{fleet}.sync.*"
         self.all_replicas = f"kvplug.{fleet}.replica.*"
 

@@ -112,6 +112,17 @@ class ClusterConfig(NatsFlags):
         if self.nats is not None:
             self.settings_at(self.servers if not self.is_embedded else (_ANY,))  # checks itself
 
+    def require_use(self, *, follows_events: bool) -> None:
+        """ConfigError if a router that follows events, or one that does not, has no use for it."""
+        if self.nats is None or follows_events:
+            return
+        if self.router_reset_states:
+            raise ConfigError("router_reset_states: expected a router that follows events")
+        if not self.router_replica_sync:
+            raise ConfigError(
+                "nats: expected a router that follows events, or router_replica_sync, got neither"
+            )
+
     @property
     def is_embedded(self) -> bool:
         """Whether this router starts the server."""

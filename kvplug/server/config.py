@@ -455,26 +455,19 @@ class ServerConfig:
                 )
 
     def _require_cluster(self) -> None:
-        cluster, follows_events = self.cluster, self.router.follows_events
-        if cluster.nats is None:
-            over_nats = [worker.name for worker in self.workers if worker.events == OVER_NATS]
-            if over_nats:
-                raise ConfigError(
-                    f"worker {over_nats[0]!r} has events=nats: expected nats, a server's URL"
-                )
-        elif self.processes > 1:
+        if self.cluster.nats is not None and self.processes > 1:
             raise ConfigError(
                 f"processes: expected 1 with nats, got {self.processes}; start more routers instead"
             )
-        elif self.events_bind is not None:
+        if self.cluster.nats is not None and self.events_bind is not None:
             raise ConfigError(
                 "events_bind: expected none with nats, over which engines send their events, too"
             )
-        elif not follows_events and cluster.router_reset_states:
-            raise ConfigError("router_reset_states: expected a router that follows events")
-        elif not follows_events and not cluster.router_replica_sync:
+        self.cluster.require_use(follows_events=self.router.follows_events)
+        over_nats = [worker.name for worker in self.workers if worker.events == OVER_NATS]
+        if self.cluster.nats is None and over_nats:
             raise ConfigError(
-                "nats: expected a router that follows events, or router_replica_sync, got neither"
+                f"worker {over_nats[0]!r} has events=nats: expected nats, a server's URL"
             )
 
     def _require_nginx(self) -> None:

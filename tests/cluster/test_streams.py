@@ -51,6 +51,7 @@ async def test_what_is_missing_is_made_and_then_found(connection):
         other = Streams(connection, SUBJECTS, StreamSettings(max_bytes=2**20))
         found = await other.ensure()
         assert (found.created, found.last_seq, other.differences) == (made.created, 1, ())
+        assert await other.mark() == 2
         await (await js.key_value(SUBJECTS.state_bucket)).create("lease", b"", msg_ttl=1)
         await (await js.object_store(SUBJECTS.snapshot_bucket)).put("a", b"x")
         await js.delete_stream(SUBJECTS.stream)
@@ -87,7 +88,7 @@ async def test_a_stream_of_something_else_is_refused(connection):
     async def run():
         js = (await connection.connected()).jetstream()
         await js.add_stream(name=SUBJECTS.stream, subjects=["orders"])
-        with pytest.raises(TransportError, match=r"expected the subject .* name another fleet"):
+        with pytest.raises(TransportError, match=r"expected the subjects .* name another fleet"):
             await Streams(connection, SUBJECTS, StreamSettings()).ensure()
 
     await within(connection, run())
