@@ -20,7 +20,7 @@ from kvplug.cluster.streams import Streams, StreamSettings
 from kvplug.errors import TransportError
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
-from kvplug.nats.subjects import Subjects
+from kvplug.nats.subjects import PublisherName, Subjects
 from tests.nats_servers import Node, nats_servers
 
 START_S = 60
@@ -79,6 +79,11 @@ class Servers:
                 await client.close()
 
         return asyncio.run(connected())
+
+    def publish(self, fleet: str, payload: bytes) -> None:
+        """One message into its stream."""
+        subject = Subjects(fleet).events(PublisherName("http://10.0.0.7:8000", 0))
+        self.run(lambda js: js.publish(subject, payload))
 
     def state(self, fleet: str) -> api.StreamState:
         """Of its stream: messages, bytes, first_seq, last_seq."""
