@@ -195,6 +195,11 @@ def is_ours(payload: bytes) -> bool:
     return payload[1 : 1 + len(_OURS)] == _OURS
 
 
+def is_events(payload: bytes) -> bool:
+    """Whether a message of our own making has events, and so takes a number."""
+    return payload.startswith(_EVENTS)
+
+
 def encode(message: ProtocolMessage) -> bytes:
     """The bytes of a message."""
     head = (MAGIC, MAJOR, MINOR, _KIND_OF[type(message)])

@@ -14,6 +14,7 @@ sender              that process: engines' events, or notes of them, to one of t
 
 life_stream         our own wire: batches to messages, without holding up whoever hands them over
 event_stream        these over ZMQ sockets
+nats_stream         these over NATS, by outbox into a stream; beats, nats_answers: the rest of it
 answers             answers to followers that join late or missed something
 answer_maker        what these say
 life                what has been said, and what there is to say to a newcomer

@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from kvplug import protocol
 from kvplug.engines.life import Answer, Life, Numbered, end_of, parts_of
-from kvplug.protocol import Ask
+from kvplug.protocol import Ask, ProtocolError
 
 # Between two resident sets, at least; and so many times what the last one took.
 _SHORTEST_PAUSE_S: Final = 0.1
@@ -20,7 +21,7 @@ _PAUSE_RATIO: Final = 4.0
 
 
 class AnswerMaker:
-    """may_answer, answer, in one thread; read num_resident_sets."""
+    """read, may_answer, answer, one call at a time; read num_resident_sets."""
 
     def __init__(self, life: Life) -> None:
         self.num_resident_sets = 0
@@ -32,6 +33,14 @@ class AnswerMaker:
     def pause_s(self) -> float:
         """How long until another resident set may be made."""
         return max(self._not_before - time.monotonic(), 0.0)
+
+    def read(self, request: bytes) -> Ask | None:
+        """The ask in a message; None if it is none."""
+        try:
+            ask = protocol.decode(request)
+        except ProtocolError:
+            return None
+        return ask if isinstance(ask, Ask) else None
 
     def may_answer(self, ask: Ask) -> bool:
         """Whether past events, the last resident set or a new one may be said now."""

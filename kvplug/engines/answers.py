@@ -19,13 +19,12 @@ from typing import Final
 
 import zmq
 
-from kvplug import protocol
 from kvplug.engines.answer_maker import AnswerMaker
 from kvplug.engines.binding import Binding
 from kvplug.engines.life import Life
 from kvplug.engines.replay_server import END
 from kvplug.engines.wake import Wake
-from kvplug.protocol import Ask, ProtocolError
+from kvplug.protocol import Ask
 
 UNREAD_LIMIT_S: Final = 2.0
 """A client that does not read for so long is left; it asks again when it does."""
@@ -138,7 +137,8 @@ class AnswerServer:
                 request = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            ask = _ask_of(request)
+            is_ask = len(request) == 3 and not request[1]
+            ask = self.maker.read(request[2]) if is_ask else None
             if ask is None:
                 self.num_malformed += 1
                 self._logger.debug("kvplug: passed over a request of %d parts", len(request) - 1)
@@ -195,14 +195,3 @@ class AnswerServer:
             self._logger.debug("kvplug: an answer was abandoned: %s", error)
         self.num_abandoned += 1
         return False
-
-
-def _ask_of(request: list[bytes]) -> Ask | None:
-    """What a request asks for; None if it is none."""
-    if len(request) != 3 or request[1]:
-        return None
-    try:
-        ask = protocol.decode(request[2])
-    except ProtocolError:
-        return None
-    return ask if isinstance(ask, Ask) else None

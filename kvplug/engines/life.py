@@ -97,7 +97,7 @@ class Life:
     @property
     def has_news(self) -> bool:
         """Whether what is said of the engine has changed since the last hello."""
-        return self._about is not self._said
+        return self._about is not self._said and self._about != self._said
 
     @property
     def num_blocks(self) -> int:
@@ -113,6 +113,18 @@ class Life:
         """A sign of life, for all."""
         with self._lock:
             return self._hello_to_all()
+
+    def beat(self, next_: int) -> bytes:
+        """A hello that says this number, when those who hear it lack what is behind it."""
+        with self._lock:
+            self._hello()  # which takes up the defects
+            return protocol.encode(Hello(self._life, next_, time.time(), self._about))
+
+    def renew(self) -> None:
+        """Another life with the same blocks. It begins at number 1, as one at 0 holds nothing."""
+        with self._lock:
+            self._begin()
+            self._next = 1
 
     def begin_again(self, num_dropped: int, reason: str = QUEUE_FULL) -> None:
         """Batches were lost: nobody knows what the engine holds, until its cache is empty."""

@@ -15,6 +15,15 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote
 
+SEQ_HEADER: Final = "Kvplug-Seq"
+"""Of a beat: where in the stream its publisher's last acknowledged message is."""
+
+PUBLISHER_HEADER: Final = "Kvplug-Publisher"
+"""Of a beat: who says it. Of two publishers of one name the greater one speaks."""
+
+NUMBER_HEADER: Final = "Kvplug-Number"
+"""Of a payload that has no number of its own: its number; -1 ends an answer."""
+
 _DEPTH: Final = 5
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
+from kvplug import protocol
 from kvplug.engines import answer_maker, answers
 from kvplug.engines.answers import AnswerServer
 from kvplug.engines.life import Life
@@ -66,10 +67,10 @@ def test_an_answer_that_fails_takes_no_other_with_it(client, monkeypatch, caplog
             dealer.connect(server.endpoint)
         # Once it is on its way, and not all of it is read.
         dealers[0].setsockopt(zmq.RCVHWM, 1)
-        dealers[0].send_multipart([b"", answers.protocol.encode(Ask(known, 0))])
+        dealers[0].send_multipart([b"", protocol.encode(Ask(known, 0))])
         assert dealers[0].poll(5000)
         for i in range(2):
-            dealers[1].send_multipart([b"", answers.protocol.encode(Ask(0, 0))])
+            dealers[1].send_multipart([b"", protocol.encode(Ask(0, 0))])
             wait_until(lambda i=i: server.failures == {"TypeError": i + 1}, "it fails")
         while dealers[0].recv_multipart()[-2] != answers.END:
             pass
