@@ -14,9 +14,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kvplug.errors import ConfigError
+from kvplug.errors import ConfigError, TransportError
 from kvplug.topics import Topic
 from kvplug.transports.base import Message
 
@@ -46,6 +48,10 @@ class TopicDispatcher:
         self._followers: dict[Topic, Follower] = {}
         self._by_topic: dict[bytes, Follower] = {}
         self._suspects: set[Follower] = set()
+        self._touched: set[Follower] = set()
+        self._is_interrupted = False
+        self.can_ask = False
+        """Whether publishers can be asked; whoever owns the sockets says so."""
 
     @property
     def followers(self) -> list[Follower]:
@@ -61,27 +67,44 @@ class TopicDispatcher:
                 f"{str(taken[0])!r} already; expected a topic of its own for each worker"
             )
         self._followers[topic] = follower
+        follower.can_replay = self.can_ask
+        if self._is_interrupted:
+            follower.on_interrupted()
+
+    def topic_of(self, follower: object) -> str:
+        """The topic of its messages; TransportError if it was removed."""
+        for topic, each in self._followers.items():
+            if each is follower:
+                return str(topic)
+        raise TransportError("cannot ask for a worker that was removed: expected a topic")
+
+    def take_touched(self) -> set[Follower]:
+        """Who got something since the last call."""
+        touched, self._touched = self._touched, set()
+        return touched
 
     def remove(self, follower: object) -> None:
         """Its messages are unknown from now on."""
         self._followers = {t: f for t, f in self._followers.items() if f is not follower}
         self._by_topic = {t: f for t, f in self._by_topic.items() if f is not follower}
         self._suspects.discard(follower)
+        self._touched.discard(follower)
 
     def receive(self, messages: list[Message]) -> None:
         """Hand each message to the follower that it is for. Never raises."""
-        for message in messages:
-            follower = self._by_topic.get(message.topic) or self._find(message.topic)
+        for topic, group in groupby(messages, key=attrgetter("topic")):
+            run = list(group)
+            follower = self._by_topic.get(topic) or self._find(topic, len(run))
             if follower is not None:
-                self._guard(follower, partial(self._deliver, follower, message))
+                self.guard(follower, partial(self._deliver, follower, run))
 
     def tick(self) -> None:
         """Time has passed. Never raises."""
         for follower in self._followers.values():
-            self._guard(follower, follower.tick)
+            self.guard(follower, follower.tick)
 
-    def _guard(self, follower: Follower, call: Callable[[], None]) -> None:
-        """A mistake of ours with one worker must not deafen the others."""
+    def guard(self, follower: Follower, call: Callable[[], None]) -> None:
+        """Call it; a mistake of ours with one worker must not deafen the others."""
         try:
             call()
         except Exception:
@@ -107,7 +130,36 @@ class TopicDispatcher:
         self.num_lost, self.num_peers = self.num_lost + self.num_peers, 1
         self.on_disconnected()
 
-    def _deliver(self, follower: Follower, message: Message) -> None:
+    def on_interrupted(self) -> None:
+        """No publisher can be heard or asked; what they say is kept for later."""
+        self._is_interrupted = True
+        for follower in self._followers.values():
+            self.guard(follower, follower.on_interrupted)
+
+    def on_resumed(self) -> None:
+        """They can, again."""
+        self._is_interrupted = False
+        for follower in self._followers.values():
+            self.guard(follower, follower.on_resumed)
+
+    def _deliver(self, follower: Follower, messages: list[Message]) -> None:
+        if self.can_ask:
+            self._touched.add(follower)
+        if follower in self._suspects:
+            for message in messages:
+                self._deliver_of_suspect(follower, message)
+            return
+        if not follower.connected:
+            self._connect(follower)
+        follower.receive(messages)
+
+    def _connect(self, follower: Follower) -> None:
+        if self.can_ask:  # what was said before is kept, and comes or has come
+            follower.on_resumed()
+        else:
+            follower.on_connected()
+
+    def _deliver_of_suspect(self, follower: Follower, message: Message) -> None:
         if follower in self._suspects and _breaks(follower.sequencer.last, message):
             self._suspects.discard(follower)
             follower.on_disconnected()
@@ -115,7 +167,8 @@ class TopicDispatcher:
             follower.on_connected()
         follower.receive([message])
 
-    def _find(self, name: bytes) -> Follower | None:
+    def _find(self, name: bytes, num_messages: int) -> Follower | None:
+        """Who has this topic; if nobody has, so many messages are counted."""
         text = name.decode(errors="backslashreplace")
         topic = Topic.parse(text)
         for registered, follower in self._followers.items():
@@ -123,17 +176,17 @@ class TopicDispatcher:
                 if len(self._by_topic) < _MAX_CACHED_TOPICS:
                     self._by_topic[name] = follower
                 return follower
-        self._count_unknown(text)
+        self._count_unknown(text, num_messages)
         return None
 
-    def _count_unknown(self, text: str) -> None:
+    def _count_unknown(self, text: str, num_messages: int) -> None:
         text = text[:_MAX_LOGGED_CHARACTERS]
         if text not in self.unknown:
             if len(self.unknown) >= _MAX_UNKNOWN_TOPICS:
                 text = "..."
             if text not in self.unknown:
                 self._name(text)
-        self.unknown[text] += 1
+        self.unknown[text] += num_messages
 
     def _name(self, text: str) -> None:
         known = ", ".join(repr(str(topic)) for topic in self._followers) or "none"

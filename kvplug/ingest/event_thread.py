@@ -16,14 +16,14 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvplug.errors import TransportError
-from kvplug.events import Rank
+from kvplug.ingest.asking import Asker, OpenRequest
 from kvplug.ingest.dispatch import TopicDispatcher
 from kvplug.ingest.replay import Request
 from kvplug.topics import PREFIX, Topic
@@ -33,7 +33,14 @@ from kvplug.transports import (
     require_one_transport,
     scheme_of,
 )
-from kvplug.transports.base import Connection, EventSource, Message, ReplayAnswer, Transport
+from kvplug.transports.base import (
+    AskingSource,
+    Connection,
+    EventSource,
+    Message,
+    ReplayAnswer,
+    Transport,
+)
 
 if TYPE_CHECKING:  # the forwarder needs no router
     from kvplug.ingest.follower import Follower
@@ -46,6 +53,7 @@ _MAX_MESSAGES: Final = 32
 _MAX_PARTS_PER_ROUND: Final = 8
 _TICK_S: Final = 0.2
 _STOP_TIMEOUT_S: Final = 5.0
+_CALL_TIMEOUT_S: Final = 5.0
 # Between two attempts to open a source, doubled up to the limit: what is missing, a descriptor
 # perhaps, may be missing for long.
 _MIN_RETRY_S: Final = 0.5
@@ -71,26 +79,15 @@ class Receiver(Protocol):
         """Time has passed."""
 
 
-class Followed(Receiver, Protocol):
+class Followed(Receiver, Asker, Protocol):
     """Who is fed with one publisher's messages, and may want some of them again: a Follower."""
 
-    rank: Rank
     can_replay: bool
     can_ask_publisher: bool
 
-    @property
-    def replay_request(self) -> Request | None:
-        """What the publisher is to be asked for; another object is another request."""
-
-    def replayed(self, messages: list[Message]) -> None:
-        """A part of the answer."""
-
-    def replay_ended(self) -> None:
-        """The answer is complete."""
-
 
 class _Stream:
-    """One source, who is fed with it, and the replay that is open."""
+    """One source, who is fed with it, and the replays that are open."""
 
     def __init__(
         self,
@@ -103,7 +100,7 @@ class _Stream:
         self.is_behind = False
         self._receiver, self._open, self._is_shared = receiver, open_source, is_shared
         self._source: EventSource | None = None
-        self._answer: tuple[Request, ReplayAnswer | None] | None = None
+        self._requests: dict[Followed, OpenRequest] = {}
         self._filenos: dict[EventSource | ReplayAnswer, tuple[int, ...]] = {}
         self._retry_at_s, self._pause_s = 0.0, _MIN_RETRY_S
 
@@ -120,8 +117,10 @@ class _Stream:
         self._register(source, selector)
 
     def detach(self, selector: selectors.BaseSelector) -> None:
-        """Close the source and the replay."""
-        self._close_answer(selector)
+        """Close the source and the replays."""
+        for request in self._requests.values():
+            request.close()
+        self._requests.clear()
         source, self._source, self.is_behind = self._source, None, False
         if source is not None:
             self._close(source, selector)
@@ -144,13 +143,17 @@ class _Stream:
             self._receive(self._source, selector)
         if is_tick:
             self._receiver.tick()
-        if not isinstance(self._receiver, TopicDispatcher):
-            self._serve_replay(self._receiver, selector)
+        if self._source is not None:
+            self._serve_replays(self._source, selector, is_tick=is_tick)
 
     def _receive(self, source: EventSource, selector: selectors.BaseSelector) -> None:
         for change in source.connection_changes():
             if change is Connection.OPENED:
                 self._receiver.on_connected()
+            elif isinstance(self._receiver, TopicDispatcher) and change is Connection.INTERRUPTED:
+                self._receiver.on_interrupted()
+            elif isinstance(self._receiver, TopicDispatcher) and change is Connection.RESUMED:
+                self._receiver.on_resumed()
             elif self._is_shared:
                 self._receiver.on_disconnected()
             else:
@@ -175,39 +178,49 @@ class _Stream:
         self._receiver.on_disconnected()
         self.attach(self._open(), selector)
 
-    def _serve_replay(self, follower: Followed, selector: selectors.BaseSelector) -> None:
-        """Ask for what the follower wants, if it is not asked for yet; hand over what came."""
-        request = follower.replay_request
-        if self._answer is None or self._answer[0] is not request:
-            self._close_answer(selector)
-            if request is None or self._source is None:
-                return
-            self._answer = request, self._ask(self._source, request, selector)
-        answer = self._answer[1]
-        if answer is None:
-            return  # it could not be asked; the request ends at its deadline, as without an answer
-        messages = answer.receive(_MAX_MESSAGES)
-        self.is_behind |= len(messages) == _MAX_MESSAGES
-        follower.replayed(messages)
-        if answer.is_ended and follower.replay_request is request:
-            follower.replay_ended()
-            self.is_behind |= follower.replay_request is not None
+    def _serve_replays(
+        self, source: EventSource, selector: selectors.BaseSelector, *, is_tick: bool
+    ) -> None:
+        for follower in self._askers(source, is_tick=is_tick):
+            request = self._requests.get(follower)
+            if request is None:
+                if follower.replay_request is None:
+                    continue
+                request = self._requests[follower] = self._request_of(follower, source, selector)
+            self.is_behind |= request.serve(_MAX_MESSAGES)
+            if not request.is_open:
+                del self._requests[follower]
 
-    def _ask(
-        self, source: EventSource, request: Request, selector: selectors.BaseSelector
-    ) -> ReplayAnswer | None:
-        try:
-            answer = source.request_replay(request.payload, request.endpoint)
-        except TransportError as error:
-            logger.warning("%s: %s", self.name, error)
-            return None
-        self._register(answer, selector)
-        return answer
+    def _askers(self, source: EventSource, *, is_tick: bool) -> Iterable[Followed]:
+        """Who may want something: of many followers those with news, and at each tick all."""
+        if not isinstance(self._receiver, TopicDispatcher):
+            return (self._receiver,)
+        if not isinstance(source, AskingSource):
+            return ()
+        touched = self._receiver.take_touched()
+        return self._receiver.followers if is_tick else touched | self._requests.keys()
 
-    def _close_answer(self, selector: selectors.BaseSelector) -> None:
-        answer, self._answer = self._answer, None
-        if answer is not None and answer[1] is not None:
-            self._close(answer[1], selector)
+    def _request_of(
+        self, follower: Followed, source: EventSource, selector: selectors.BaseSelector
+    ) -> OpenRequest:
+        def ask(request: Request) -> ReplayAnswer:
+            if isinstance(self._receiver, TopicDispatcher):
+                assert isinstance(source, AskingSource)
+                return source.ask(self._receiver.topic_of(follower), request.payload)
+            return source.request_replay(request.payload, request.endpoint)
+
+        return OpenRequest(
+            follower,
+            ask,
+            lambda answer: self._register(answer, selector),
+            lambda answer: self._close(answer, selector),
+        )
+
+    def forget(self, follower: Followed) -> None:
+        """It wants nothing any more."""
+        request = self._requests.pop(follower, None)
+        if request is not None:
+            request.close()
 
     def _register(
         self, opened: EventSource | ReplayAnswer, selector: selectors.BaseSelector
@@ -225,7 +238,7 @@ class _Stream:
 
 
 class EventThread:
-    """start, follow, bind, follow_topic, unfollow, stop; is_alive."""
+    """start, follow, bind, follow_topic, unfollow, call, stop; is_alive."""
 
     def __init__(self, transports: Mapping[str, TransportFactory] = TRANSPORTS) -> None:
         """`transports`: by the scheme of their endpoints; `transports_with(keys)` has encrypted
@@ -263,7 +276,8 @@ class EventThread:
     def follow(
         self, follower: Followed, endpoint: str, topic: str = "", replay: str | None = None
     ) -> None:
-        """Subscribe; `replay` is the endpoint where the engine sends again what it sent before.
+        """Subscribe; `replay` is the endpoint where the engine sends again what it sent before, by
+        default the transport's own, if it has one.
 
         Raises TransportError for an endpoint that no transport understands, and for endpoints of
         two transports.
@@ -272,6 +286,7 @@ class EventThread:
             self._transport_of(each).check(each)
         if replay is not None:
             require_one_transport(endpoint, replay, self._factories)
+        replay = replay or self._transport_of(endpoint).replay_of(endpoint)
         follower.can_replay = replay is not None
         follower.can_ask_publisher = True
         connect = self._transport_of(endpoint).connect
@@ -290,10 +305,11 @@ class EventThread:
             stream = _Stream(dispatcher, lambda: bind(taken, topic)[0], is_shared=True)
             self._streams[dispatcher] = stream
             stream.attach(source, self._selector)
+            dispatcher.can_ask = isinstance(source, AskingSource)
             self._dispatcher = dispatcher
             return taken
 
-        return self._call(open_first)
+        return self.call(open_first)
 
     def follow_topic(self, follower: Follower, topic: Topic) -> None:
         """Hand the messages of a publisher that connects to `bind`'s endpoint to the follower.
@@ -302,12 +318,22 @@ class EventThread:
         """
         dispatcher = self._dispatcher
         assert dispatcher is not None, "bind first"
-        self._call(lambda: dispatcher.add(follower, topic))
+        self.call(lambda: dispatcher.add(follower, topic))
 
     def unfollow(self, follower: Followed) -> None:
         """Hand nothing more to the follower, once this returns."""
         if self.is_alive:
-            self._call(lambda: self._remove(follower))
+            self.call(lambda: self._remove(follower))
+
+    def call(self, call: Callable[[], _T], *, timeout_s: float = _CALL_TIMEOUT_S) -> _T:
+        """Run it in the thread that receives, between two messages, and return its result.
+
+        What it raises is raised here; TimeoutError if it has not ended in time, and it may still
+        run then. TransportError if the thread does not run.
+        """
+        if not self.is_alive:
+            raise TransportError("the event thread does not run: expected a call after start")
+        return self._submit(call).result(timeout_s)
 
     def stop(self) -> None:
         """End the thread, which closes everything; it is left alone if that takes long."""
@@ -336,10 +362,6 @@ class EventThread:
             self._wake_write.send(b"\0")
         return future
 
-    def _call(self, call: Callable[[], _T]) -> _T:
-        """Run it in the thread that receives; what it raises is raised here."""
-        return self._submit(call).result(_STOP_TIMEOUT_S)
-
     def _add(self, receiver: Followed, open_source: Callable[[], EventSource]) -> None:
         self._streams[receiver] = _Stream(receiver, open_source)
         self._serve(self._streams[receiver], is_tick=True)
@@ -350,6 +372,7 @@ class EventThread:
             stream.detach(self._selector)
         elif self._dispatcher is not None:
             self._dispatcher.remove(follower)
+            self._streams[self._dispatcher].forget(follower)
 
     def _end(self) -> None:
         self._stopping = True

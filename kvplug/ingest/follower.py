@@ -23,6 +23,7 @@ from kvplug.hidden_states import HiddenStates
 from kvplug.ingest import trust
 from kvplug.ingest.applying import Applier, SkipCounter
 from kvplug.ingest.life_sequencer import LifeSequencer
+from kvplug.ingest.position import FollowerPosition
 from kvplug.ingest.replay import ReplaySettings, Request
 from kvplug.ingest.sequencer import Sequencer
 from kvplug.ingest.trust import Trust, TrustState
@@ -195,6 +196,41 @@ class Follower:
             logger.warning("%s: event stream lost", self.rank)
         self.connected = False
         self.sequencer.disconnected()
+        self._note_trust()
+
+    def on_interrupted(self) -> None:
+        """The publisher cannot be heard or asked; what it publishes is kept and comes later."""
+        if isinstance(self.sequencer, LifeSequencer):
+            self.sequencer.interrupted()
+            self._note_trust()
+        else:  # a stock publisher says nothing that would show whether all of it came
+            self.on_disconnected()
+
+    def on_resumed(self) -> None:
+        """It can, again."""
+        if isinstance(self.sequencer, LifeSequencer):
+            self.connected = True
+            self.sequencer.resumed()
+            self._note_trust()
+        elif not self.connected:
+            self.on_connected()
+
+    def position(self) -> FollowerPosition | None:
+        """How far it has come, to go with a snapshot of the index; call it between two messages.
+        None if its blocks cannot be kept: of a stock publisher, or as nothing is known yet.
+        """
+        return self.sequencer.position() if isinstance(self.sequencer, LifeSequencer) else None
+
+    def resume(self, position: FollowerPosition) -> None:
+        """Go on from there, before the first message: the index has the blocks of that moment.
+
+        The rank is STALE until its publisher gives a sign of life.
+        """
+        sequencer = self._sequencer_of(is_ours=True)
+        sequencer.can_replay = self.sequencer.can_replay
+        assert isinstance(sequencer, LifeSequencer)
+        self.sequencer = sequencer
+        sequencer.resume(position)
         self._note_trust()
 
     def receive(self, messages: list[Message]) -> None:

@@ -8,37 +8,40 @@ every 2 s which number is next.
 
     in order            applied
     seen before         dropped
-    another life        what was known is cleared, and everything is asked for
+    another life        what was known is cleared, and everything is asked for, unless the first
+                        message has number 0: a life begins with nothing
     a life that was     dropped: what was left stays left, unless the present one is silent
-    a gap               what is missing is asked for; live events wait for the end of the answer.
-                        Either the missing ones come, or all that the engine holds, which replaces
-                        what was known
+    a gap               what is missing is asked for; events wait for the end of the answer, or for
+                        those that are missing to come. The answer has them, or all that the engine
+                        holds, which replaces what was known
     no answer           what was known is cleared: removals may be among what is lost. What comes
                         then is true, but not all: STALE until an answer comes or the engine clears
     no sign of life     STALE, and nothing is forgotten
 
-EXACT: everything before the `next` of the last hello is applied, and nothing was unusable.
+A stream may keep messages, so that they come late, or twice (`Message.is_live`). They are applied
+like any others, and are no sign of life. EXACT: everything before the `next` of the last hello is
+applied, nothing was unusable, and the publisher was heard within 4 s.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Final
 
 from msgspec import structs
 
 from kvplug.ingest import trust
-from kvplug.ingest.answer_order import INCOMPLETE, OUT_OF_ORDER, AnswerOrder, AskRequest
-from kvplug.ingest.introduction import defect_of, has_other_blocks, summary_of
-from kvplug.ingest.message_log import Effect, LifeSink, PendingMessages
-from kvplug.ingest.replay import ReplaySchedule, ReplaySettings
+from kvplug.ingest.answer_order import INCOMPLETE, OUT_OF_ORDER, AskRequest
+from kvplug.ingest.asks import Asks
+from kvplug.ingest.introduction import has_other_blocks, summary_of
+from kvplug.ingest.known_life import KnownLife
+from kvplug.ingest.message_log import Effect, LifeSink
+from kvplug.ingest.position import FollowerPosition
+from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.trust import TrustState
 from kvplug.packed import joined
 from kvplug.protocol import (
-    HEARTBEAT_S,
     Ask,
     End,
     Events,
@@ -48,21 +51,15 @@ from kvplug.protocol import (
     Resident,
     WorkerHello,
     decode,
-    encode,
 )
 from kvplug.transports.base import Message
 
 logger = logging.getLogger(__name__)
 
-_NUM_PAST_LIVES: Final = 8
-_SILENCE_S: Final = 3 * HEARTBEAT_S
-# A publisher with ever new lives or gaps gets no more asks than that.
-_ASK_EVERY_S: Final = 0.2
 
-
-class LifeSequencer:
+class LifeSequencer(KnownLife):
     """The face of a Sequencer: connected, disconnected; receive; replayed, replay_ended,
-    replay_failed; tick, start_over.
+    replay_failed; tick, start_over. And interrupted, resumed; position, resume.
 
     Set `can_replay` if an endpoint for asks was configured, and `can_ask_publisher` if one that the
     publisher names can be asked. Read: `state`, `request`, `last`, `life`, `about` (what the last
@@ -79,64 +76,48 @@ class LifeSequencer:
         settings: ReplaySettings | None = None,
     ) -> None:
         """`skip`: told of what is refused: the reason, how much, and more about it."""
+        self._settings = settings or ReplaySettings()
+        super().__init__(sink, clock, self._settings.max_pending_bytes)
         self.request: AskRequest | None = None
-        self.about: WorkerHello | None = None
-        self.life: int | None = None
-        self.next = 0
         self.can_replay = self.can_ask_publisher = False
         self.num_missed = self.num_duplicates = self.num_restarts = 0
         self.num_replays = self.num_recovered = self.num_failures = 0
         self.last_repair_s: float | None = None
-        self._name, self._sink, self._skip, self._clock = name, sink, skip, clock
-        self._settings = settings or ReplaySettings()
-        self._schedule = ReplaySchedule(clock, self._settings)
-        self._pending = PendingMessages(self._settings.max_pending_bytes)
-        self._past: deque[int] = deque(maxlen=_NUM_PAST_LIVES)
-        self._hello_next = self._num_tries = 0
-        self._heard_at_s = self._began_s = self._next_ask_s = clock()
+        self._name, self._skip = name, skip
+        self._asks = Asks(clock, self._settings)
+        self._began_s = clock()
         self._said_at_s = 0.0  # by the publisher's clock
-        # A hello of this life was heard; all before `next` is known; live events wait.
-        self._is_introduced = self._is_complete = self._is_waiting = False
-        self._refusal: str | None = None  # of all events, for what the hello says
-        self._unreadable: str | None = None  # what came last
-        self._defect: str | None = None
-        self._fault: TrustState | None = None  # why nothing is waited for, though it is missing
         self._may_start_over = True
-        self._lost_at_s: float | None = None
-
-    @property
-    def state(self) -> TrustState:
-        """How much of the engine's blocks is known."""
-        if self._lost_at_s is not None:
-            return trust.DISCONNECTED if self.life is None else trust.INTERRUPTED
-        if self.life is None or self._refusal is not None:
-            reason = self._refusal or self._unreadable
-            return trust.SILENT if reason is None else trust.unusable(reason)
-        if self._is_overdue:
-            return trust.NO_HEARTBEAT
-        if self._is_waiting:
-            return trust.CATCHING_UP
-        return self._fault or self._of_known_blocks()
-
-    def _of_known_blocks(self) -> TrustState:
-        assert self.about is not None
-        reason = self._unreadable or self._defect or defect_of(self.about)
-        if reason is not None:
-            return trust.unusable(reason)
-        return trust.HIDDEN_STATES if self.about.hides_states else trust.EXACT
-
-    @property
-    def last(self) -> int | None:
-        """The number of the last events that were applied; None if nothing is known."""
-        return None if self.life is None or self._is_waiting else self.next - 1
 
     def connected(self) -> None:
         """The stream is there (again)."""
         self._lost_at_s = None
-        self._heard_at_s = self._clock()
-        self._schedule.connected()
+        self._lives.heard()
+        self._asks.connected()
         if self.life is not None and self._refusal is None:
             self._wait()
+
+    def interrupted(self) -> None:
+        """Nobody can be heard or asked; what is published meanwhile comes later."""
+        self._is_interrupted, self.request = True, None
+        self._lives.silenced()
+        if not self._is_waiting:
+            self._pending.take()
+
+    def resumed(self) -> None:
+        """The stream goes on where it was; a sign of life tells whether that is all."""
+        self._is_interrupted = False
+        self._asks.connected()
+
+    def resume(self, position: FollowerPosition) -> None:
+        """Go on from there, before the first message; the sink has the blocks already."""
+        self._lives.restore(position.life, position.past_lives)
+        self.next, self._hello_next = position.next, position.known_next
+        self._is_complete, self._defect = position.is_complete, position.defect
+        if position.about is not None:
+            self._learn(position.about)
+        if self._refusal is None and not (self._is_complete and self._hello_next <= self.next):
+            self._begin_waiting()
 
     def disconnected(self) -> None:
         """The stream is gone; its life tells later whether it is the same publisher."""
@@ -153,7 +134,8 @@ class LifeSequencer:
             is_over = now_s - self._lost_at_s > self._settings.lost_after_s
             if is_over and self.life is not None:
                 logger.warning("%s: its event stream is gone, its blocks are forgotten", self._name)
-                self._forget(None)
+                self._forget()
+                self._lives.forget()
         elif self._is_waiting:
             self._try_to_ask()
         elif self._fault is not None and self._may_ask() and self._refusal is None:
@@ -161,8 +143,8 @@ class LifeSequencer:
 
     def start_over(self) -> None:
         """Ask for everything again if that is possible: what is known seems to be wrong."""
-        is_able = self._lost_at_s is None and self._is_introduced and self._refusal is None
-        if is_able and not self._is_waiting and self._may_ask():
+        is_able = self._is_introduced and self._refusal is None and not self._is_waiting
+        if is_able and self._may_ask():
             self._ask(is_check=True)
 
     # -- live messages --
@@ -189,7 +171,7 @@ class LifeSequencer:
         elif isinstance(said, Events):
             self._receive_odd(said, message)
         elif isinstance(said, Hello):
-            self._hear(said)
+            self._hear(said, is_live=message.is_live)
         elif said is not None:
             self._skip(OUT_OF_ORDER, 1, f"a {type(said).__name__} on the stream;")
 
@@ -197,10 +179,6 @@ class LifeSequencer:
     def _is_flowing(self) -> bool:
         """Whether events are applied as they come."""
         return not self._is_waiting and self.request is None and self._refusal is None
-
-    @property
-    def _is_overdue(self) -> bool:
-        return self._clock() - self._heard_at_s > _SILENCE_S
 
     def _read(self, payload: bytes) -> ProtocolMessage | None:
         try:
@@ -211,17 +189,22 @@ class LifeSequencer:
                 self._unreadable = error.reason
             return None
 
-    def _hear(self, hello: Hello) -> None:
-        if not self._is_present(hello.life):
+    def _hear(self, hello: Hello, *, is_live: bool) -> None:
+        if not self._is_present(hello.life, hello.next, is_live=is_live):
             return
-        self._heard_at_s, self._unreadable = self._clock(), None
-        self._hello_next, self._said_at_s = hello.next, hello.sent_at
+        if is_live:
+            self._lives.heard()
+        elif hello.next < self.next:
+            return  # it came before
+        self._unreadable = None
+        self._hello_next = hello.next if is_live else max(hello.next, self._hello_next)
+        self._said_at_s = hello.sent_at
         self._learn(hello.about)
         if self._refusal is not None:
             return
         if self._is_waiting:
-            if self._is_complete and not self._pending and hello.next == self.next:
-                self._stop_waiting()
+            if hello.next >= self.next:
+                self._fill()
             self._try_to_ask()
         elif hello.next > self.next:
             self.num_missed += hello.next - self.next
@@ -246,7 +229,7 @@ class LifeSequencer:
 
     def _receive_odd(self, said: Events, message: Message) -> None:
         """Events that do not simply follow the last ones."""
-        if not self._is_present(said.life):
+        if not self._is_present(said.life, said.number, is_live=message.is_live):
             return
         if self._refusal is not None:
             self._skip(self._refusal, 1, "")
@@ -255,45 +238,45 @@ class LifeSequencer:
         elif self._is_waiting:
             self._wait_with(said, message)
         elif said.number == self.next:
-            self._keep(said, message)  # a check is open, whose answer may be older
+            self._pending.keep(message, said.number)  # a check is open, whose answer may be older
             self._apply(said)
         else:
             self.num_missed += said.number - self.next
-            self._keep(said, message)
-            self._wait()
+            self._begin_waiting()
+            self._wait_with(said, message)
 
     def _wait_with(self, said: Events, message: Message) -> None:
         """It may be what was missing, if that was only late."""
-        if self._is_complete and said.number == self.next and not self._pending:
-            self._apply(said)
-            if self.next >= self._hello_next:
-                self._stop_waiting()
-            return
-        self._keep(said, message)
+        self._pending.keep(message, said.number)
+        self._fill()
         self._try_to_ask()
 
-    def _keep(self, said: Events, message: Message) -> None:
-        self._pending.add(Message(message.topic, said.number, message.payload))
+    def _fill(self) -> None:
+        """Apply what waits, if nothing is missing any more."""
+        if not (self._is_waiting and self._is_complete and self._is_introduced):
+            return
+        if self._refusal is None and self._pending.has_all_up_to(self._hello_next):
+            waited = self._pending.take_in_order(self.next)
+            self._stop_waiting()
+            self.receive(waited)
 
-    def _is_present(self, life: int) -> bool:
-        """Whether messages of this life are listened to; a new one begins."""
+    def _is_present(self, life: int, number: int, *, is_live: bool) -> bool:
+        """Whether messages of this life are listened to; a new one begins with this number."""
         if life == self.life:
             return True
-        if life in self._past and not self._is_overdue:
+        if not self._lives.admits(life, is_live=is_live):
             self._skip("past_life", 1, "")
             return False
         if self.life is not None:
-            is_seldom = self._clock() >= self._next_ask_s  # or the log would be theirs
+            is_seldom = self._asks.is_due  # or the log would be theirs
             log = logger.warning if is_seldom else logger.debug
             log("%s: its publisher began a new life", self._name)
             self.num_restarts += 1
-            self._past.append(self.life)
-        if life in self._past:
-            self._past.remove(life)
-        self._forget(life)
-        self._heard_at_s = self._clock()
-        self._schedule.connected()
-        self._wait()
+        self._forget()
+        self._lives.begin(life, is_live=is_live)
+        self._is_complete = number == 0  # a life begins with nothing
+        self._asks.connected()
+        self._begin_waiting()
         return True
 
     # -- asks --
@@ -312,7 +295,7 @@ class LifeSequencer:
             if reason is not None:
                 self._refuse_answer(reason)
                 return
-            request.deadline_s = self._clock() + self._settings.answer_timeout_s
+            self._asks.goes_on(request)
             self._take_answer(request, said)
 
     def replay_ended(self) -> None:
@@ -325,11 +308,10 @@ class LifeSequencer:
         if self.request is None:
             return
         self.num_failures += 1
-        self._num_tries += 1
         self.request = None
         if not self._is_waiting:  # a check: nothing is worse than before
             self._pending.take()
-        if self._schedule.failed():
+        if self._asks.failed():
             return  # the next tick asks again
         logger.warning("%s: asks fail again and again: %s", self._name, reason)
         if self._is_waiting:
@@ -371,40 +353,48 @@ class LifeSequencer:
             self._refuse_answer(INCOMPLETE)
             return
         self.request, self._fault, self._is_waiting = None, None, False
-        self._num_tries = 0
-        self._schedule.progressed()
+        self._asks.succeeded()
         self._may_start_over |= self._defect is None
         self.last_repair_s = self._clock() - request.began_s
-        waited = self._pending.take()
-        self.receive([each for each in waited if (each.sequence or 0) >= self.next])
+        self.receive(self._pending.take_in_order(self.next))
         if not self._is_waiting and self._hello_next > self.next:
             self._wait()  # what did not find room
 
     def _wait(self) -> None:
-        """Something is missing: live events wait for an answer."""
-        if not self._is_waiting:
-            self._is_waiting, self._began_s = True, self._clock()
+        """Something is missing: events wait for an answer."""
+        self._begin_waiting()
         self._try_to_ask()
 
+    def _begin_waiting(self) -> None:
+        if not self._is_waiting:
+            self._is_waiting, self._began_s = True, self._clock()
+            self._pending.begin(self.next)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._lost_at_s is not None or self._is_interrupted
+
     def _try_to_ask(self) -> None:
-        if self._lost_at_s is not None or self.request is not None or not self._is_waiting:
+        if self._is_cut_off or self.request is not None or not self._is_waiting:
             return
         if not self._is_introduced and not self.can_replay:
             return  # a hello says whom to ask
-        if not self._can_ask():
+        if not self._can_ask:
             self._go_on_without(trust.NO_ASKS)
-        elif not self._schedule.may_ask:
+        elif self._asks.is_paused:
             self._go_on_without(self._fault or trust.ASKS_SILENT)
         elif self._may_ask():
             self._ask()
 
+    @property
     def _can_ask(self) -> bool:
-        return self.can_replay or self._answers_at() is not None
+        return self.can_replay or self._answers_at is not None
 
     def _may_ask(self) -> bool:
-        is_due = self._clock() >= self._next_ask_s and self.request is None
-        return is_due and self._can_ask() and self._schedule.may_ask
+        is_free = self.request is None and not self._is_cut_off
+        return is_free and self._can_ask and self._asks.may_ask
 
+    @property
     def _answers_at(self) -> str | None:
         if self.about is None or not self._is_introduced or not self.can_ask_publisher:
             return None
@@ -412,21 +402,15 @@ class LifeSequencer:
 
     def _ask(self, *, is_check: bool = False) -> None:
         assert self.life is not None
-        now_s = self._clock()
         asks_all = is_check or not self._is_complete
-        named = self._answers_at()
-        is_configured = self.can_replay and (named is None or self._num_tries % 2 == 0)
         self.num_replays += 1
-        self._next_ask_s = now_s + _ASK_EVERY_S
-        self.request = AskRequest(
-            payload=encode(Ask(0, 0) if asks_all else Ask(self.life, self.next)),
-            endpoint=None if is_configured else named,
-            began_s=now_s if is_check else self._began_s,
-            deadline_s=now_s + self._settings.answer_timeout_s,
-            expires_s=now_s + self._settings.max_answer_s,
-            is_check=is_check,
-            order=AnswerOrder(self.life, None if asks_all else self.next),
+        self.request = self._asks.request(
+            Ask(0, 0) if asks_all else Ask(self.life, self.next),
+            self._answers_at,
+            is_configured=self.can_replay,
+            life=self.life,
             hello_next=self._hello_next,
+            began_s=None if is_check else self._began_s,
         )
 
     def _stop_asking(self) -> None:
@@ -445,7 +429,7 @@ class LifeSequencer:
         is_all_known = self._is_complete and not self._pending and self._hello_next <= self.next
         if is_all_known or not self._is_introduced:
             return
-        waited = self._pending.take()
+        waited = self._pending.take_in_order(0)
         self.request, self._is_waiting = None, False
         self._drop_blocks()
         self._fault = fault
@@ -478,15 +462,11 @@ class LifeSequencer:
             self._may_start_over = False  # if it does not help, it is not the wire
             self.start_over()
 
-    def _drop_blocks(self) -> None:
-        self._sink.clear()
-        self._is_complete, self._defect = False, None
-
-    def _forget(self, life: int | None) -> None:
+    def _forget(self) -> None:
         """Nothing is known but which life it is."""
         self._stop_waiting()
         self._drop_blocks()
-        self.life, self.next, self._hello_next = life, 0, 0
+        self.next = self._hello_next = 0
         self._is_introduced = False
         self._refusal = self._fault = None
         self._may_start_over = True

@@ -33,11 +33,13 @@ class PendingMessages:
     def __len__(self) -> int:
         return len(self._messages)
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Message) -> bool:
         """Keep it, if there is room: what is left out is a gap, and asked for later."""
-        if self._num_bytes <= self._max_bytes:
+        has_room = self._num_bytes <= self._max_bytes
+        if has_room:
             self._messages.append(message)
             self._num_bytes += _size_of(message)
+        return has_room
 
     def first(self, num_messages: int) -> list[Message]:
         """Those that came first."""
@@ -64,6 +66,42 @@ class PendingMessages:
         messages = self._messages
         self._messages, self._num_bytes = [], 0
         return messages
+
+
+class WaitingEvents(PendingMessages):
+    """Numbered events that wait for those before them: begin, keep, has_all_up_to, take_in_order.
+
+    A publisher over NATS sends again all from the first message that the stream did not get, so
+    what waits may become complete without an ask.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._gapless_to = self._behind_last = 0
+
+    def begin(self, first: int) -> None:
+        """Events wait from now on; `first` is the number of the one that is missing."""
+        self._gapless_to, self._behind_last = first, first
+
+    def keep(self, message: Message, number: int) -> None:
+        """Keep it, if there is room."""
+        if self.add(Message(message.topic, number, message.payload, is_live=message.is_live)):
+            self._gapless_to += number == self._gapless_to
+            self._behind_last = max(self._behind_last, number + 1)
+
+    @property
+    def behind_last(self) -> int:
+        """The number after the highest that waits; 0 if nothing does."""
+        return self._behind_last if self._messages else 0
+
+    def has_all_up_to(self, next_: int) -> bool:
+        """Whether none is missing before this number, nor before the highest that waits."""
+        return self._gapless_to >= max(next_, self._behind_last)
+
+    def take_in_order(self, first: int) -> list[Message]:
+        """Those from this number on, once each; none waits any more."""
+        by_number = {each.sequence or 0: each for each in self.take()}
+        return [by_number[number] for number in sorted(by_number) if number >= first]
 
 
 def _size_of(message: Message) -> int:

@@ -15,7 +15,7 @@ due by the clock, as another attempt to connect, can be done in `connection_chan
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -27,19 +27,27 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     be read of it, else empty.
     sequence: its number in this incarnation of the publisher, from 0; None if it has none.
     malformed: why it cannot be read, for a message that is none; it has no payload then.
+    is_live: it was published just now; one that was kept for readers may be old, and come again.
     """
 
     topic: bytes
     sequence: int | None
     payload: bytes
     malformed: str | None = None
+    is_live: bool = True
 
 
 class Connection(Enum):
-    """What happened to the connection of a source."""
+    """What happened to the connection of a source.
+
+    INTERRUPTED and RESUMED are of bound sources only: nobody can be heard or asked for a while, and
+    what is published meanwhile is kept for later.
+    """
 
     OPENED = "opened"
     LOST = "lost"
+    INTERRUPTED = "interrupted"
+    RESUMED = "resumed"
 
 
 class ReplayAnswer(Protocol):
@@ -108,12 +116,25 @@ class EventSource(Protocol):
         """Drop what is queued; safe to call twice."""
 
 
+@runtime_checkable
+class AskingSource(EventSource, Protocol):
+    """A bound source whose publishers can be asked, each by the topic of its messages."""
+
+    def ask(self, topic: str, request: bytes) -> ReplayAnswer:
+        """As request_replay, of the publisher with this topic."""
+
+
 class Transport(Protocol):
     """Opens sources. One object serves all endpoints of its schemes (kvplug/transports)."""
 
     def check(self, endpoint: str) -> None:
         """TransportError if this is no endpoint, of events or replays, to connect to. From any
         thread.
+        """
+
+    def replay_of(self, endpoint: str) -> str | None:
+        """Where the publisher at this endpoint takes replay requests, if that need not be said.
+        From any thread.
         """
 
     def connect(self, endpoint: str, topic: str, replay: str | None) -> EventSource:

@@ -68,6 +68,10 @@ class MemoryTransport:
                 f"cannot subscribe to events at {endpoint!r}: expected an endpoint like memory://engine"
             )
 
+    def replay_of(self, endpoint: str) -> str | None:
+        """Nobody knows: it must be said."""
+        return None
+
     def connect(self, endpoint: str, topic: str, replay: str | None) -> MemorySource:
         """Subscribe to all publishers of the endpoint; `replay` names where answers come from."""
         source = MemorySource(self, endpoint, topic.encode(), replay)

@@ -114,6 +114,10 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             raise _cannot("subscribe to events at", endpoint, error) from error
 
+    def replay_of(self, endpoint: str) -> str | None:
+        """Nobody knows: it must be said."""
+        return None
+
     def connect(self, endpoint: str, topic: str, replay: str | None) -> ZmqSource:
         """Subscribe to the publisher there."""
         return self._open(endpoint, topic, replay, bind=False)

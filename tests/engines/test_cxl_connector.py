@@ -102,7 +102,7 @@ def ask_again(listener, followed):
 
     def is_told():
         if sequencer.num_replays == num_before:
-            listener._call(sequencer.start_over)
+            listener.call(sequencer.start_over)
         return sequencer.last_repair_s is not done_before and sequencer.request is None
 
     wait_until(is_told, "it is told again")

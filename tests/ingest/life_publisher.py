@@ -52,11 +52,11 @@ class LifePublisher:
         self.begin_life()
 
     def begin_life(self):
-        """Numbers were lost."""
-        self.life, self.next = next(_lives), 0
+        """Numbers were lost. One that begins with number 0 begins with nothing."""
+        self.life, self.next = next(_lives), int(bool(self.held))
         self.history = deque(maxlen=self._max_history)
         if self._remembers:
-            self.held_before[self.life] = [frozenset(self.held)]
+            self.held_before[self.life] = [frozenset()] * self.next + [frozenset(self.held)]
 
     def hello(self):
         return self._message(self.next, protocol.Hello(self.life, self.next, 1.0, self._about()))
@@ -148,7 +148,8 @@ def answer(follower, publisher):
 
 def join(follower, publisher):
     follower.receive([publisher.hello()])
-    answer(follower, publisher)
+    if follower.trust is not trust.EXACT:  # it holds something
+        answer(follower, publisher)
     assert follower.trust is trust.EXACT
 
 

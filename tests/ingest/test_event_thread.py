@@ -1,5 +1,6 @@
 """The event thread on real sockets."""
 
+import threading
 from threading import Event
 
 import pytest
@@ -228,3 +229,17 @@ def test_a_scheme_without_a_transport_is_rejected_by_name(router, events):
     schemes = ", ".join(f"{scheme}://" for scheme in sorted(TRANSPORTS))
     with pytest.raises(TransportError, match=f"one of the schemes {schemes}"):
         events.follow(Follower(router, Rank("w0")), "carrier-pigeon://roof")
+
+
+async def test_a_call_runs_between_messages_and_returns_what_it_found(events):
+    names = events.call(lambda: [threading.current_thread().name, events.is_alive])
+    assert names == ["kvplug-events", True]
+
+    def fail():
+        raise ValueError("as it is")
+
+    with pytest.raises(ValueError, match="as it is"):
+        events.call(fail)
+    events.stop()
+    with pytest.raises(TransportError, match="expected a call after start"):
+        events.call(lambda: None)
