@@ -1,6 +1,7 @@
 """An index to a file and back, exactly.
 
-In:  a BlockIndex.   Out: a file (kvplug/index/snapshot_file.py), and an equal BlockIndex from it.
+In:  a BlockIndex.   Out: settings and arrays, a file of them (kvplug/index/snapshot_file.py), and
+an equal BlockIndex from either.
 
 The file has the arrays of the index as they are, its settings say who is behind the numbers in
 them, and each annotation adds its own (docs/snapshot-format.md, "What an index writes"). What
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -21,7 +22,6 @@ import numpy.typing as npt
 from kvplug.errors import ConfigError, IndexCorruptError, SnapshotError
 from kvplug.events import Rank
 from kvplug.index import snapshot_file
-from kvplug.index.annotations import ANNOTATIONS
 from kvplug.index.block_annotation import BlockAnnotation
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.block_store import ARRAYS
@@ -31,6 +31,7 @@ from kvplug.index.event_applier import Flag
 from kvplug.index.hash_table import require_sound
 from kvplug.index.lower_tiers import OffloadingRank
 from kvplug.index.prefix_query import TierCredits
+from kvplug.index.snapshot_file import SnapshotFile
 from kvplug.kernels import holders, prefix_lengths, runs
 
 U64 = npt.NDArray[np.uint64]
@@ -90,19 +91,30 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offloading: list[OffloadingRank]
 
 
+class IndexOptions(TypedDict, total=False):
+    """What an index is made with besides its content, as BlockIndex."""
+
+    bounds: Bounds
+    speculative_ttl_s: float
+    query_waiting: Flag | None
+    tier_credits: TierCredits
+    annotations: Sequence[type[BlockAnnotation]]
+
+
 class Snapshot:
-    """What a file is to have, taken from an index; until it is written only queries may come."""
+    """What a file is to have, taken from an index; until it is written only queries may come.
+
+    arrays: by name, the index's own.
+    """
 
     def __init__(self, index: BlockIndex) -> None:
-        self._arrays: Arrays = dict(zip(ARRAYS, index.block_store.arrays, strict=True))
-        # Queries write down in it which runs they have used.
-        self._arrays["runs"] = self._arrays["runs"].copy()
-        self._arrays["owner"] = index.numbers.owner
+        self.arrays: Arrays = dict(zip(ARRAYS, index.block_store.arrays, strict=True))
+        self.arrays["owner"] = index.numbers.owner
         hash_spaces, pools = index.hash_spaces.all, index.numbers.pools
         for name, hash_space in zip(_table_names(len(hash_spaces)), hash_spaces, strict=True):
-            self._arrays[name] = hash_space.table.slots
+            self.arrays[name] = hash_space.table.slots
         annotations, arrays = index.annotations.save()
-        self._arrays.update(arrays)
+        self.arrays.update(arrays)
         self._settings = _Settings(
             layout=LAYOUT,
             block_size=index.block_size,
@@ -118,10 +130,16 @@ class Snapshot:
             offloading=index.lower_tiers.save(),
         )
 
+    @property
+    def settings(self) -> bytes:
+        """What is to be known besides, as JSON."""
+        return msgspec.json.encode(self._settings)
+
     def write(self, path: Path) -> None:
         """Put the file in place; SnapshotError if that cannot be, and a former file stays."""
-        settings = msgspec.json.decode(msgspec.json.encode(self._settings))
-        snapshot_file.write(path, self._arrays, settings)
+        # Queries write down in it which runs they have used.
+        arrays = self.arrays | {"runs": self.arrays["runs"].copy()}
+        snapshot_file.write(path, arrays, msgspec.json.decode(self.settings))
 
 
 def save(index: BlockIndex, path: Path) -> None:
@@ -129,38 +147,30 @@ def save(index: BlockIndex, path: Path) -> None:
     Snapshot(index).write(path)
 
 
-def restore(
-    path: Path,
-    *,
-    bounds: Bounds = Bounds(),  # noqa: B008 - immutable
-    speculative_ttl_s: float = 2.0,
-    query_waiting: Flag | None = None,
-    tier_credits: TierCredits = TierCredits(),  # noqa: B008 - immutable
-    annotations: Sequence[type[BlockAnnotation]] = ANNOTATIONS,
-) -> BlockIndex:
+def restore(path: Path, **options: Unpack[IndexOptions]) -> BlockIndex:
     """The index that was saved; SnapshotError for a file that is not whole, not ours, not sound.
 
     An annotation that the file does not have is empty; one that only the file has is refused.
     """
     file = snapshot_file.read(path)
     try:
+        return restored(file, **options)
+    except SnapshotError as error:
+        raise SnapshotError(f"cannot restore an index from {path}: {error}") from error
+
+
+def restored(file: SnapshotFile, **options: Unpack[IndexOptions]) -> BlockIndex:
+    """As `restore`, of what a file held."""
+    try:
         _require_layout(file)
         settings = msgspec.convert(file.settings, _Settings)
         _require_sound(settings, file.arrays)
-        index = BlockIndex(
-            settings.block_size,
-            bigrams=settings.bigrams,
-            speculative_ttl_s=speculative_ttl_s,
-            query_waiting=query_waiting,
-            bounds=bounds,
-            tier_credits=tier_credits,
-            annotations=annotations,
-        )
+        index = BlockIndex(settings.block_size, bigrams=settings.bigrams, **options)
         _fill(index, settings, file.arrays)
         index.capacity_guard.settle()
         index.check()
-    except (msgspec.ValidationError, ConfigError, IndexCorruptError, SnapshotError) as error:
-        raise SnapshotError(f"cannot restore an index from {path}: {error}") from error
+    except (msgspec.ValidationError, ConfigError, IndexCorruptError) as error:
+        raise SnapshotError(f"this is no sound index: {error}") from error
     return index
 
 
@@ -196,7 +206,7 @@ def _groups_of(saved: _RankGroups) -> RankGroups:
     return RankGroups(saved.main, others)
 
 
-def _require_layout(file: snapshot_file.SnapshotFile) -> None:
+def _require_layout(file: SnapshotFile) -> None:
     layout = file.settings.get("layout", 1)  # the first one had no number
     if layout != LAYOUT:
         raise SnapshotError(

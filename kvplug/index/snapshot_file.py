@@ -1,6 +1,7 @@
 """A snapshot file: flat arrays and settings, written whole or not at all, read whole or refused.
 
-In:  a path, arrays of numbers by name, settings as JSON.   Out: the same, from a file.
+In:  a path, arrays of numbers by name, settings as JSON.   Out: the same, from a file or from the
+bytes of one.
 
     preamble   32 bytes: magic, byte order, version, size and checksum of the header
     header     JSON: settings; name, dtype, length, offset and checksum of each array
@@ -19,12 +20,12 @@ import re
 import stat
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, TypeAlias
+from typing import IO, Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -102,7 +103,7 @@ def write(path: Path, arrays: Mapping[str, Array], settings: Mapping[str, JSON])
     """
     try:
         flat = {name: _flat(name, array) for name, array in arrays.items()}
-        head = _head(flat, settings)
+        head = _head(_entries(flat), settings)
         with _replacing(path) as file:
             file.write(head)
             for array in flat.values():
@@ -116,9 +117,72 @@ def read(path: Path) -> SnapshotFile:
     """Settings and arrays of a file whose every bit is right; any other is a SnapshotError."""
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
-            return _read(file)
+            return _read(file, _size_of(file))
     except (OSError, MemoryError, SnapshotError) as error:
         raise SnapshotError(f"cannot read the snapshot {path}: {error}") from error
+
+
+class FileBytes:
+    """The bytes of a file, of arrays as they are now: they may change once this is made."""
+
+    def __init__(self, arrays: Mapping[str, Array], settings: Mapping[str, JSON]) -> None:
+        """SnapshotError for what no file can have."""
+        flat = {name: _flat(name, array) for name, array in arrays.items()}
+        self._settings = dict(settings)
+        head = _head(_entries(flat, _no_checksum), settings)
+        self._data_at = len(head)
+        size = len(head) + sum(each.nbytes + _num_padding(each.nbytes) for each in flat.values())
+        self._bytes = np.empty(size, dtype=np.uint8)
+        self._arrays: dict[str, Array] = {}
+        at = len(head)
+        for name, array in flat.items():
+            end = at + array.nbytes
+            copy = self._bytes[at:end].view(array.dtype)
+            copy[:] = array
+            at = end + _num_padding(array.nbytes)
+            self._bytes[end:at] = 0
+            self._arrays[name] = copy
+
+    def encode(self) -> memoryview:
+        """All of the file; its checksums are computed now."""
+        head = _head(_entries(self._arrays), self._settings)
+        self._bytes[: self._data_at] = np.frombuffer(head, dtype=np.uint8)
+        return self._bytes.data
+
+
+def decode(data: bytes | bytearray | memoryview) -> SnapshotFile:
+    """As `read`, of the bytes of a file."""
+    try:
+        return _read(_Bytes(memoryview(data)), len(data))
+    except (MemoryError, SnapshotError) as error:
+        raise SnapshotError(f"cannot read the snapshot: {error}") from error
+
+
+class _Bytes:
+    """What `_read` uses of a file; io.BytesIO would copy all first."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        part = bytes(self._data[self._at : self._at + size])
+        self._at += len(part)
+        return part
+
+    def readinto(self, into: memoryview) -> int:
+        part = self._data[self._at : self._at + into.nbytes]
+        into[: part.nbytes] = part
+        self._at += part.nbytes
+        return part.nbytes
+
+
+class _Readable(Protocol):
+    def tell(self) -> int: ...
+    def read(self, size: int, /) -> bytes: ...
+    def readinto(self, into: memoryview, /) -> int: ...
 
 
 def _flat(name: str, array: Array) -> Array:
@@ -130,9 +194,9 @@ def _flat(name: str, array: Array) -> Array:
     return np.ascontiguousarray(array, dtype=_DTYPES[array.dtype.name])
 
 
-def _head(arrays: Mapping[str, Array], settings: Mapping[str, JSON]) -> bytes:
+def _head(entries: list[_Entry], settings: Mapping[str, JSON]) -> bytes:
     """Preamble and header."""
-    header = _encoded(_Header(__version__, _checked(settings), _entries(arrays)))
+    header = _encoded(_Header(__version__, _checked(settings), entries))
     end = _PREAMBLE.size + len(header)
     if end > _MAX_HEADER_END:
         raise SnapshotError(
@@ -149,11 +213,21 @@ def _encoded(header: _Header) -> bytes:
     return encoded + b" " * _num_padding(_PREAMBLE.size + len(encoded))
 
 
-def _entries(arrays: Mapping[str, Array]) -> list[_Entry]:
+def _checksum_of(array: Array) -> str:
+    return xxhash.xxh3_64_hexdigest(_bytes_of(array))
+
+
+def _no_checksum(_array: Array) -> str:
+    """As long as one."""
+    return "0" * 16
+
+
+def _entries(
+    arrays: Mapping[str, Array], checksum_of: Callable[[Array], str] = _checksum_of
+) -> list[_Entry]:
     entries, offset = [], 0
     for name, array in arrays.items():
-        checksum = xxhash.xxh3_64_hexdigest(_bytes_of(array))
-        entries.append(_Entry(name, array.dtype.name, len(array), offset, checksum))
+        entries.append(_Entry(name, array.dtype.name, len(array), offset, checksum_of(array)))
         offset += array.nbytes + _num_padding(array.nbytes)
     return entries
 
@@ -213,8 +287,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _read(file: BufferedReader) -> SnapshotFile:
-    file_nbytes = _size_of(file)
+def _read(file: _Readable, file_nbytes: int) -> SnapshotFile:
     preamble, header = _read_head(file)
     _check_layout(header.arrays, file_nbytes - file.tell())
     arrays = {entry.name: _read_array(file, entry) for entry in header.arrays}
@@ -229,7 +302,7 @@ def _size_of(file: BufferedReader) -> int:
     return status.st_size
 
 
-def _read_head(file: BufferedReader) -> tuple[_Preamble, _Header]:
+def _read_head(file: _Readable) -> tuple[_Preamble, _Header]:
     """Nothing in the header is looked at before its checksum is right."""
     raw = file.read(_PREAMBLE.size)
     preamble = _parse_preamble(raw)
@@ -315,12 +388,12 @@ def _check_name(name: str) -> None:
         )
 
 
-def _read_array(file: BufferedReader, entry: _Entry) -> Array:
+def _read_array(file: _Readable, entry: _Entry) -> Array:
     array = np.empty(entry.length, dtype=_DTYPES[entry.dtype])
     num_read = file.readinto(_bytes_of(array))
     if num_read != array.nbytes:
         raise SnapshotError(f"{entry.name!r}: expected {array.nbytes} bytes, got {num_read}")
-    if (checksum := xxhash.xxh3_64_hexdigest(_bytes_of(array))) != entry.xxh3_64:
+    if (checksum := _checksum_of(array)) != entry.xxh3_64:
         raise SnapshotError(
             f"{entry.name!r} is damaged: expected checksum {entry.xxh3_64[:16]!r}, got {checksum!r}"
         )

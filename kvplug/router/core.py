@@ -19,7 +19,6 @@ from kvplug.index.block_copies import BlockCopies
 from kvplug.router.arguments import checked_id, checked_rank
 from kvplug.router.constraints import checked_names
 from kvplug.router.decider import Decision
-from kvplug.router.followed_fleet import FollowedFleet
 from kvplug.router.matches import OverlapScores, find_holders, find_matches
 from kvplug.router.migration import Migration, Migrations
 from kvplug.router.options import (
@@ -31,11 +30,12 @@ from kvplug.router.options import (
 )
 from kvplug.router.potential_loads import PotentialLoad, potential_loads
 from kvplug.router.prompt import NO_TOKENS, Prompt
+from kvplug.router.saved_fleet import SavedFleet
 from kvplug.router.shared_load import SharedLoad
 from kvplug.setting import SHARE, shown
 
 
-class Router(FollowedFleet):
+class Router(SavedFleet):
     """Requests: route, first_token, migrate, finish. Following workers: add_worker, apply, clear,
     remove_worker.
 

@@ -18,9 +18,7 @@ The model and block size of a worker may become known only with its first events
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -29,7 +27,6 @@ import numpy.typing as npt
 from kvplug.errors import ConfigError
 from kvplug.events import MAX_DP_SIZE, BlockStored, EventBatch, Rank
 from kvplug.hashing import Hashes
-from kvplug.index import snapshot
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.bounds import Bounds
@@ -38,9 +35,10 @@ from kvplug.index.event_values import is_sound
 from kvplug.index.holder_numbers import HolderNumbers
 from kvplug.index.packed_run import PackedRun
 from kvplug.index.prefix_query import TierCredits
+from kvplug.index.snapshot import IndexOptions
 from kvplug.index.sweeping import Clearing
 from kvplug.records import Records
-from kvplug.router.index_group import Blocks, IndexGroup
+from kvplug.router.index_group import Blocks, IndexGroup, Member, SavedGroup
 from kvplug.setting import shown, whole
 
 I64 = npt.NDArray[np.int64]
@@ -57,22 +55,6 @@ class FleetOptions(TypedDict):
     query_waiting: Flag
     bounds: Bounds
     tier_credits: TierCredits
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """A worker: what is known of it, the group of its ranks, its taints, the CXL pools that it can
-    read, and which ranks hold blocks.
-    """
-
-    model: str
-    block_size: int | None
-    group: IndexGroup
-    taints: frozenset[str] = frozenset()
-    cxl_pools: frozenset[int] = frozenset()
-    ranks: list[Rank] = field(default_factory=list)
-    joined_as: int = 0
-    holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
 
 
 class FleetIndex:
@@ -196,50 +178,73 @@ class FleetIndex:
             member.holding.add(rank)
         return at
 
-    def restore(self, path: Path) -> BlockIndex:
-        """The index of a file, set as those of this fleet are; SnapshotError if it has none."""
-        return snapshot.restore(
-            path,
-            bounds=self._bounds,
-            speculative_ttl_s=self._speculative_ttl_s,
-            query_waiting=self._query_waiting,
-            tier_credits=self._tier_credits,
-        )
+    @property
+    def index_options(self) -> IndexOptions:
+        """What the fleet's indexes are made with."""
+        return {
+            "bounds": self._bounds,
+            "speculative_ttl_s": self._speculative_ttl_s,
+            "query_waiting": self._query_waiting,
+            "tier_credits": self._tier_credits,
+        }
 
-    def take_over(self, index: BlockIndex) -> list[str]:
-        """Go on with this index instead of the only, empty one. What it has of ranks that are not
-        in the fleet is left out; returns their workers, sorted.
-        """
-        group = self._require_empty(index.block_size)
-        strangers = [rank for rank in index.numbers.ranks if rank and rank not in self.numbers]
-        for rank in strangers:
-            index.remove_rank(rank)
-        self._say_pools(index)
-        group.index, group.block_size = index, index.block_size
-        for member in self._members.values():
-            for rank in member.ranks:
-                self._join(rank, group)
-                if index.holds_any(rank):
-                    member.holding.add(rank)
-        self._renumber()
-        return sorted({rank.worker for rank in strangers})
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """The workers, to be read."""
+        return self._members
 
-    def _require_empty(self, block_size: int) -> IndexGroup:
-        """The only group, if it is empty and its blocks may have this size; else ConfigError."""
-        attempt, only = "cannot load an index", self.only
-        if only is None:
+    def require_fitting(self, block_size: int) -> None:
+        """ConfigError unless one index with such blocks can be all that the fleet has."""
+        attempt = "cannot load an index"
+        if self.only is None:
             raise ConfigError(f"{attempt}: expected a fleet with one index, this one has several")
-        if len(only.index):
-            raise ConfigError(
-                f"{attempt}: expected a router without blocks, this one has {len(only.index)}"
-            )
+        self.require_empty(attempt)
         for worker, member in self._members.items():
             size = member.block_size or self.block_size
             if size not in (None, block_size):
                 raise ConfigError(
                     f"{attempt} with blocks of {block_size} tokens: those of {worker} have {size}"
                 )
-        return only
+
+    def require_empty(self, attempt: str) -> None:
+        """ConfigError for a fleet of which any worker has blocks."""
+        num_blocks = sum(len(group.index) for group in self.groups)
+        if num_blocks:
+            raise ConfigError(
+                f"{attempt}: expected a router without blocks, this one has {num_blocks}"
+            )
+
+    def take_over(self, saved: Sequence[SavedGroup]) -> list[Rank]:
+        """Go on with these indexes instead of the empty ones. What they have of ranks that are not
+        in the fleet, or of another model or block size now, is left out; returns those ranks.
+        """
+        left_out = [rank for each in reversed(saved) for rank in self._take(each)]
+        first = next((group for group in self.groups if len(group.index)), None)
+        for member in self._members.values():
+            is_open = first is not None and not member.holding and self._is_guess(member.group)
+            self._place(member, first.blocks if first is not None and is_open else None)
+        self._renumber()
+        return left_out
+
+    def _take(self, saved: SavedGroup) -> list[Rank]:
+        """Of the ranks of the index, those that are left out."""
+        index, taken = saved.index, []
+        for worker in saved.workers:
+            member = self._members.get(worker)
+            if member is not None and saved.fits(member, member.block_size or self.block_size):
+                taken.append(member)
+        ranks = {rank for member in taken for rank in member.ranks}
+        left_out = [rank for rank in index.numbers.ranks if rank and rank not in ranks]
+        for rank in left_out:
+            index.remove_rank(rank)
+        if taken:
+            self._say_pools(index)
+            group = IndexGroup(saved.model, index.block_size, index)
+            self.groups = (group, *self.groups)
+            for member in taken:
+                self._move(member, group)
+                member.holding.update(filter(index.holds_any, member.ranks))
+        return left_out
 
     def forget_adapter(self, rank: Rank, lora_name: str) -> int:
         """As BlockIndex.forget_adapter."""
@@ -433,14 +438,7 @@ class FleetIndex:
         return group
 
     def _index(self, blocks: Blocks) -> BlockIndex:
-        index = BlockIndex(
-            blocks.size,
-            bigrams=blocks.bigrams,
-            speculative_ttl_s=self._speculative_ttl_s,
-            query_waiting=self._query_waiting,
-            bounds=self._bounds,
-            tier_credits=self._tier_credits,
-        )
+        index = BlockIndex(blocks.size, bigrams=blocks.bigrams, **self.index_options)
         self._say_pools(index)
         return index
 

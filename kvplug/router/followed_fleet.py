@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Unpack
 
 from msgspec import structs
@@ -25,7 +24,6 @@ from kvplug.hashing import checked_block_size
 from kvplug.index.apply_result import ApplyResult
 from kvplug.index.block_index import BlockIndex
 from kvplug.index.packed_run import PackedRun
-from kvplug.index.snapshot import Snapshot
 from kvplug.records import Records
 from kvplug.router.arguments import (
     checked_batch,
@@ -62,7 +60,7 @@ _EVENTS_PER_SLICE = 64
 
 
 class FollowedFleet:
-    """add_worker, apply, clear, remove_worker; what is told of engines; snapshots.
+    """add_worker, apply, clear, remove_worker; what is told of engines.
 
     Events and clears of a rank that is not in the fleet are refused and counted, as its engine may
     speak on after it was removed. To ask or to set something of it raises UnknownRankError.
@@ -311,37 +309,6 @@ class FollowedFleet:
                     num_forgotten += self.fleet_index.forget_adapter(rank, lora_name)
                     self.cache_sizes.note_forgotten(rank)
         return num_forgotten
-
-    def save_index(self, path: str | Path) -> None:
-        """Write the index to a file (kvplug/index/snapshot.py); requests are routed meanwhile,
-        events wait.
-
-        SnapshotError if that cannot be, and a former file stays; ConfigError for a fleet with
-        several indexes.
-        """
-        with self._lock.low_priority as turn:
-            snapshot = Snapshot(self.index)
-            with turn.released():
-                snapshot.write(Path(path))
-
-    def load_index(self, path: str | Path) -> list[str]:
-        """Begin with the blocks of a file that `save_index` wrote; returns the workers in it that
-        are not in the fleet, whose blocks are left out: add workers first.
-
-        What a rank holds may have changed since: its blocks count with its confidence as before,
-        so set that, or follow an engine that can replay, which corrects them. SnapshotError for a
-        file that is none; ConfigError, and nothing done, for a router that has blocks or several
-        indexes, or one with other block sizes.
-        """
-        if not self.config.follows_events:
-            raise ConfigError(
-                "cannot load an index: expected a router that goes by events, this one does not"
-            )
-        index = self.fleet_index.restore(Path(path))
-        with self._lock.low_priority:
-            left_out = self.fleet_index.take_over(index)
-            self._fleet_changed()
-        return left_out
 
     def set_cache_capacity(self, rank: Rank, num_blocks: float) -> None:
         """The rank's engine says that its device has room for so many blocks.

@@ -1,17 +1,18 @@
 """IndexGroup: one index of a fleet, with what its blocks are, and the fleet's numbers of its ranks.
 
-In:  numbers of ranks in the fleet.   Out: those in the index, and back.
+In:  numbers of ranks in the fleet.   Out: those in the index, and back; the workers in it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvplug.errors import ConfigError
+from kvplug.events import Rank
 from kvplug.index.block_index import BlockIndex
 
 I64 = npt.NDArray[np.int64]
@@ -70,3 +71,37 @@ class IndexGroup:
             here = np.flatnonzero(self.fleet_numbers >= 0)
             numbers[self.fleet_numbers[here]] = here
         return numbers
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker: what is known of it, the group of its ranks, its taints, the CXL pools that it can
+    read, and which ranks hold blocks.
+    """
+
+    model: str
+    block_size: int | None
+    group: IndexGroup
+    taints: frozenset[str] = frozenset()
+    cxl_pools: frozenset[int] = frozenset()
+    ranks: list[Rank] = field(default_factory=list)
+    joined_as: int = 0
+    holding: set[Rank] = field(default_factory=set)  # stored something since it was last cleared
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """An index of a fleet that was saved, and the model of its workers, "" if none named one."""
+
+    model: str
+    index: BlockIndex
+
+    @property
+    def workers(self) -> list[str]:
+        """Those that it has ranks of."""
+        return sorted({rank.worker for rank in self.index.numbers.ranks if rank})
+
+    def fits(self, member: Member, block_size: int | None) -> bool:
+        """Whether blocks of the worker can be these; block_size: what it was said to have."""
+        is_model = "" in (self.model, member.model) or self.model == member.model
+        return is_model and block_size in (None, self.index.block_size)

@@ -20,8 +20,8 @@ from kvplug.index.prefix_query import SharedReads
 from kvplug.kernels import matching
 from kvplug.kernels.peer_load import CONFIDENCE, FACT_WIDTH
 from kvplug.kernels.versioned import FACTS, GENERATION
-from kvplug.router.fleet_index import FleetIndex, FleetOptions, Member
-from kvplug.router.index_group import Blocks, IndexGroup
+from kvplug.router.fleet_index import FleetIndex, FleetOptions
+from kvplug.router.index_group import Blocks, IndexGroup, Member
 from kvplug.shared import layout, pages
 from kvplug.shared.folder import SharedFolder
 from kvplug.shared.pages import SHARED_ARRAYS, PageIndex

@@ -237,7 +237,7 @@ def test_blocks_of_bigrams_come_back_as_such(tmp_path):
 def test_every_setting_of_an_index_is_in_the_file_or_asked_for_anew(saved):
     _, path = saved
     settings = set(inspect.signature(BlockIndex).parameters)
-    asked = set(inspect.signature(snapshot.restore).parameters)
+    asked = set(snapshot.IndexOptions.__annotations__)
     in_file = set(snapshot_file.read(path).settings)
     assert settings - asked - in_file == set()
 
