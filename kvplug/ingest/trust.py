@@ -157,6 +157,12 @@ _NO_HYBRID = (
 )
 
 
+_NO_FORWARDER_REPLAY = (
+    "start the engine with a replay_endpoint and give the forwarder replay=; until then it is "
+    "exact again when its cache is reset or it restarts"
+)
+_UNUSABLE = "events could not be used: "
+
 _FIX = {
     "group_block_size": _NO_HYBRID,
     "unsupported_version": "install the same release of kvplug in the engine and the router",
@@ -164,6 +170,18 @@ _FIX = {
     "queue_full": "none, it is exact again when the engine's cache is reset",
     "sender_lost": "none, it is exact again when the engine's cache is reset",
     "recorder_failed": "none, it is exact again when the engine's cache is reset; please report it",
+    # Of kvplug/forwarder/doubts.py.
+    "zmq_disconnected": "start the engine, and check the forwarder's events= of it",
+    "zmq_interrupted": "none, what is missed meanwhile is asked for when the engine is back",
+    "zmq_silent": "none needed if the engine has stored nothing; otherwise check the forwarder's "
+    "topic= of it",
+    "zmq_replaying": "none, it is exact when the forwarder has what it missed",
+    "zmq_unconfirmed": "none needed, the next event shows it",
+    "zmq_unnumbered": "use a publisher of vLLM 0.11 or SGLang 0.5 or newer",
+    "zmq_late_join": _NO_FORWARDER_REPLAY,
+    "zmq_lost": _NO_FORWARDER_REPLAY,
+    "zmq_replay_silent": "check the forwarder's replay= of it; it is asked again after a pause",
+    "zmq_replay_contradicts": "check that the forwarder's replay= is this engine's endpoint",
 }
 
 
@@ -172,6 +190,11 @@ def unusable(reason: str) -> TrustState:
     is_of_groups = reason.startswith("attention:")
     return TrustState(
         Trust.STALE,
-        f"events could not be used: {reason}",
+        f"{_UNUSABLE}{reason}",
         _NO_HYBRID if is_of_groups else _FIX.get(reason, "docs/events.md says what it means"),
     )
+
+
+def is_unusable(state: TrustState) -> bool:
+    """Whether it is one of those."""
+    return (state.reason or "").startswith(_UNUSABLE)
