@@ -90,6 +90,9 @@ class Restored(NamedTuple):
 
 
 Freeze = Callable[[], Awaitable[Frozen]]
+STEPS: Final = ("lease", "read", "freeze", "upload", "manifest", "floors", "purge", "collect")
+"""What `on_step` is called with, after each."""
+
 OnManifest = Callable[[Manifest, bool], Awaitable[None]]
 OnStep = Callable[[str], Awaitable[None]]
 
@@ -217,31 +220,36 @@ class Checkpoints:
 
     # -- when --
 
-    async def is_due(self) -> bool:
-        """Whether a snapshot is to be made now, and nobody else makes one."""
+    async def is_due(self, applied_seq: int | None = None) -> bool:
+        """Whether a snapshot is to be made now, and nobody else makes one.
+
+        `applied_seq`: up to where this replica has read the stream, by default all of it: one that
+        lags leaves the work to others.
+        """
         since_s = time.monotonic() - max(self._tried_at_s, self.changed_at_s)
         if since_s < self._settings.min_interval_s:
             return False
         client = await self._connection.connected()
-        manifest = (await self._settled(client)).manifest
-        if manifest is not None and manifest.generation == self._generation:
-            self._follow(Held(manifest, 0))
+        held = await self._settled(client)
+        if held.manifest is not None and held.manifest.generation == self._generation:
+            self._follow(held)
         state = (await self._stream_info(client)).state
-        is_due = self._is_long(state, manifest) or await self._is_old(
-            client, state, manifest.seq if manifest else 0
+        seq, size = (held.manifest.seq, held.manifest.size) if held.manifest else (0, 0)
+        last = state.last_seq if applied_seq is None else min(applied_seq, state.last_seq)
+        is_due = self._is_long(state, last - seq, size) or (
+            last > seq and await self._is_old(client, state, seq)
         )
         return is_due and await self._lease(client).is_free()
 
-    def _is_long(self, state: api.StreamState, manifest: Manifest | None) -> bool:
+    def _is_long(self, state: api.StreamState, num_unsaved: int, size: int) -> bool:
         """Many messages are in no snapshot, and more bytes of them than a snapshot would have."""
-        seq, size = (manifest.seq, manifest.size) if manifest else (0, 0)
-        num_unsaved = min(state.messages, state.last_seq - seq)
+        num_unsaved = min(num_unsaved, state.messages)
         num_bytes = state.bytes * num_unsaved / max(1, state.messages)
         return num_unsaved > self._settings.threshold and num_bytes > size
 
     async def _is_old(self, client: Client, state: api.StreamState, seq: int) -> bool:
         """A message that is in no snapshot would soon be gone."""
-        if state.last_seq <= seq or not state.messages:
+        if not state.messages:
             return False
         js = client.jetstream(timeout=self._settings.timeout_s)
         first, everything = max(seq + 1, state.first_seq), ">"
@@ -274,7 +282,9 @@ class Checkpoints:
             self.num_overtaken += 1
             return None
         self.num_made += 1
-        await self._purge(client, manifest.seq, await self._floors(client))
+        floors = await self._floors(client)
+        await self._on_step("floors")
+        await self._purge(client, manifest.seq, floors)
         await self._on_step("purge")
         await self._collect(client, manifest)
         await self._on_step("collect")
@@ -286,6 +296,7 @@ class Checkpoints:
         if held.manifest is not None and held.manifest.generation != self._generation:
             return None
         before = held.manifest or Manifest(created=str((await self._stream_info(client)).created))
+        await self._on_step("read")
         frozen = await freeze()
         await self._on_step("freeze")
         if frozen.seq <= before.seq:
