@@ -24,9 +24,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvplug.cluster.load_rows import LoadRows
+from kvplug.cluster.load_rows import OWN, LoadRows, now_of
 from kvplug.cluster.sync_messages import (
     MAX_MESSAGE_BYTES,
+    PREFILLED_TOKENS,
     VERSION,
     AddRequest,
     Bye,
@@ -146,26 +147,32 @@ class LoadExchange(LoadListener):
 
     def news(self) -> list[bytes]:
         """Of all changes until now. Of several of a rank, the last row, with each prompt."""
-        last: dict[int, type[Update]] = {}
-        added: list[ActiveRequest] = []
-        while self._changes:
-            kind, request = self._changes.popleft()
-            last[request.rank_number] = kind
-            if kind is AddRequest:
-                added.append(request)
-        if not last:
+        if not self._changes:
             return []
         self._follow()
-        numbers = [number for number in last if self._rank(number) is not None]
+        last: dict[int, type[Update]] = {}
+        added: list[ActiveRequest] = []
+        prefilled: set[int] = set()
+        while self._changes:
+            kind, request = self._changes.popleft()
+            number = request.rank_number
+            if self._rank(number) is None:
+                continue
+            last[number] = kind
+            if kind is AddRequest:
+                added.append(request)
+            elif kind is MarkPrefillCompleted:
+                self._rows.of(OWN)[number, PREFILLED_TOKENS] += request.new_tokens
+                prefilled.add(number)
+        numbers = [*last]
         own, now_ms = self._rows.show(numbers), 1e3 * self._router.clock()
+        self._restart(prefilled, now_ms)
         self._assume(numbers)
         loads = {number: self._load(number, own[number], now_ms) for number in numbers}
         updates: list[Update] = [
-            AddRequest(loads[request.rank_number], self._prompt(request))
-            for request in added
-            if request.rank_number in loads
+            AddRequest(loads[request.rank_number], self._prompt(request)) for request in added
         ]
-        for number in set(numbers).difference(request.rank_number for request in added):
+        for number in last.keys() - {request.rank_number for request in added}:
             load, is_over = loads[number], last[number] is Free
             updates.append(Free(load) if is_over else MarkPrefillCompleted(load))
         return [
@@ -262,6 +269,14 @@ class LoadExchange(LoadListener):
         if self._rows.is_behind:
             self._rows.follow()
 
+    def _restart(self, prefilled: set[int], now_ms: float) -> None:
+        """Ranks have computed prompts of this router."""
+        if prefilled and self.peers:
+            with self._router.locked():
+                for number in prefilled:
+                    self._rows.restart(number, now_ms)
+                self._rows.take(prefilled)
+
     def _assume(self, numbers: list[int]) -> None:
         if self.num_assumed:
             with self._router.locked():
@@ -278,7 +293,7 @@ class LoadExchange(LoadListener):
         self._rows.show(numbers)
         with self._router.locked():
             for peer in self.peers.values() if num_routers else ():
-                self._rows.of(peer.place)[:] = 0.0
+                self._rows.empty(peer.place, numbers)
             self._rows.assume(numbers, num_routers)
             self._rows.take(numbers)
         if num_routers:
@@ -368,13 +383,13 @@ class LoadExchange(LoadListener):
             peer.named = None
         if peer.named is not None and peer.next_part == rows.num_parts:
             gone = set(self._rows.busy(peer.place)) - peer.named
-            self._rows.of(peer.place)[list(gone)] = 0.0
+            self._rows.empty(peer.place, gone)
             peer.named, numbers = None, numbers | gone
         self._rows.take(numbers)
 
     def _fill(self, router_id: str, peer: Peer, loads: Iterable[RankLoad]) -> set[int]:
         """Put them into the rows of a peer; the numbers of their ranks."""
-        rows, now_ms, filled = self._rows.of(peer.place), 1e3 * self._router.clock(), set()
+        rows, now_s, filled = self._rows.of(peer.place), self._router.clock(), set()
         for load in loads:
             number = self._number_of(load)
             if number is None:
@@ -384,11 +399,16 @@ class LoadExchange(LoadListener):
                     f"(model {load.model or 'unknown'}), which this router does not know",
                 )  # fmt: skip
                 continue
+            before = rows[number, PREFILLED_TOKENS]
             try:
-                fill_row(load, now_ms, rows[number])
-                filled.add(number)
+                fill_row(load, now_of(peer.place, 1e3 * now_s), rows[number])
             except DecodeError as error:
                 self._refuse(router_id, error)
+                continue
+            filled.add(number)
+            if (more := rows[number, PREFILLED_TOKENS] - before) > 0:
+                self._rows.restart(number, 1e3 * now_s, peer.place)
+                self._router.shared_load.note_prefill(number, more, now_s)
         return filled
 
     def _number_of(self, load: RankLoad) -> int | None:

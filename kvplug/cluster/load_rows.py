@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvplug.cluster.sync_messages import PREFILLED_TOKENS
 from kvplug.events import Rank
 from kvplug.kernels import costing
 from kvplug.kernels.peer_load import NUM_BUSY, ROW_WIDTH
@@ -27,6 +28,8 @@ I64 = npt.NDArray[np.int64]
 OWN, ASSUMED = 0, 1
 _FIRST_PEER: Final = 2
 _MIN_PLACES: Final = 4
+# Kernels tell by the time whose request a rank is at work on: no two have the same.
+_APART_MS: Final = 1e-3
 _FIRST: Final = [costing.FIRST_MS, costing.FIRST_SINCE_MS]
 
 
@@ -58,12 +61,18 @@ class LoadRows:
         return rows
 
     def open(self) -> int:
-        """A new place, with rows of zeros."""
+        """A new place, with rows of zeros; what was computed until now is not known."""
         if not self._free:
             num_places, num_ranks, _ = self._rows.shape
             self._rows = np.concatenate([self._rows, np.zeros((num_places, num_ranks, ROW_WIDTH))])
             self._free = [*range(2 * num_places - 1, num_places - 1, -1)]
-        return self._free.pop()
+        place = self._free.pop()
+        self._rows[place, :, PREFILLED_TOKENS] = np.nan
+        return place
+
+    def empty(self, place: int, numbers: Collection[int]) -> None:
+        """Nothing of it is in flight on these ranks."""
+        self._rows[place, list(numbers), :NUM_BUSY] = 0.0
 
     def close(self, place: int) -> None:
         """Its rows are zeros, and do not count after the next `take`."""
@@ -74,6 +83,7 @@ class LoadRows:
         """Rows have the numbers of the fleet from now on. The lock is held."""
         ranks = list(self._router.fleet_index.numbers.ranks)
         rows = np.zeros((len(self._rows), len(ranks), ROW_WIDTH))
+        rows[_FIRST_PEER:, :, PREFILLED_TOKENS] = np.nan
         before = {rank: number for number, rank in enumerate(self.ranks) if rank is not None}
         for number, rank in enumerate(ranks):
             if rank in before:
@@ -99,6 +109,15 @@ class LoadRows:
         self._rows[ASSUMED, at] = times * self._rows[OWN, at]
         self._rows[ASSUMED, at[:, None], _FIRST] = 0.0
 
+    def restart(self, number: int, now_ms: float, but: int = OWN) -> None:
+        """The rank has just computed a prompt of place `but`: so it begins with the oldest of the
+        others now.
+        """
+        rows = self._rows[_FIRST_PEER:, number]
+        waiting = np.flatnonzero(rows[:, costing.FIRST_MS] > 0.0) + _FIRST_PEER
+        for place in waiting[waiting != but].tolist():
+            self._rows[place, number, costing.FIRST_SINCE_MS] = now_of(place, now_ms)
+
     def take(self, numbers: Collection[int]) -> None:
         """Count what others have sent to these ranks. The lock is held."""
         at = self._only(numbers)
@@ -115,3 +134,8 @@ class LoadRows:
         at = np.fromiter(numbers, dtype=np.int64, count=len(numbers))
         self._slots[at] = at
         return at
+
+
+def now_of(place: int, now_ms: float) -> float:
+    """The time for the requests of a place."""
+    return now_ms + _APART_MS * place

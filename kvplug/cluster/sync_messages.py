@@ -10,10 +10,11 @@ In:  loads of ranks, prompts.   Out: msgpack bytes, and back; DecodeError for wh
     load    [worker, dp_rank, model, row]
 
 `life` is 63 random bits for as long as a router counts its messages, `number` counts them from 0. A
-row is absolute: all that the sender has sent to the rank and that is not over. It is float64[9],
+row is absolute: all that the sender has sent to the rank and that is not over. It is float64[10],
 little-endian: the first columns of kernels/costing.py, with an age in ms for FIRST_SINCE_MS, as
-clocks differ. Whoever misses a message is put right by the next one. Ranks that the parts of one
-second do not name have nothing from the sender.
+clocks differ, and prompt tokens that the rank has computed for the sender in this life. Whoever
+misses a message is put right by the next one. Ranks that the parts of one second do not name have
+nothing from the sender.
 
 Of a prompt, the hashes that begin a chunk of the forecast are said, and those of blocks that its
 rank is about to hold; of a very long prompt the first ones.
@@ -48,6 +49,9 @@ MAX_PARTS: Final = 2**10
 # Tokens, blocks, requests and milliseconds alike: more is a mistake.
 _MOST: Final = 2.0**40
 _WORD: Final = 8
+PREFILLED_TOKENS: Final = NUM_BUSY
+"""The last column of a row."""
+_WIDTH: Final = NUM_BUSY + 1
 
 _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
@@ -59,7 +63,7 @@ class RankLoad(Struct, frozen=True, array_like=True):
     worker: _Name
     dp_rank: Annotated[int, Meta(ge=0, lt=2**16)]
     model: _Name
-    row: Annotated[bytes, Meta(min_length=_WORD * NUM_BUSY, max_length=_WORD * NUM_BUSY)]
+    row: Annotated[bytes, Meta(min_length=_WORD * _WIDTH, max_length=_WORD * _WIDTH)]
 
 
 class SentPrompt(Struct, frozen=True, array_like=True):
@@ -152,7 +156,7 @@ def decode(payload: bytes) -> Message:
 
 def row_bytes(row: F64, now_ms: float) -> bytes:
     """A row as it is sent; what rounding has left below zero is zero."""
-    said = np.maximum(row[:NUM_BUSY], 0.0)
+    said = np.maximum(row[:_WIDTH], 0.0)
     said[FIRST_SINCE_MS] = max(0.0, now_ms - row[FIRST_SINCE_MS]) if row[FIRST_MS] > 0 else 0.0
     return said.astype("<f8", copy=False).tobytes()
 
@@ -166,7 +170,7 @@ def fill_row(load: RankLoad, now_ms: float, out_row: F64) -> None:
             f"cannot count the load of {load.worker}: expected numbers in [0, 2**40], got "
             f"{said.tolist()}"
         )
-    out_row[:NUM_BUSY] = said
+    out_row[:_WIDTH] = said
     out_row[FIRST_SINCE_MS] = now_ms - said[FIRST_SINCE_MS] if said[FIRST_MS] > 0 else 0.0
 
 

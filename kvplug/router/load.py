@@ -377,6 +377,13 @@ class ActiveLoad:
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
         peer_load.take(rows, own, num_processes, slots, ranks, peers, self._scratch)
 
+    def note_peer_prefill(self, number: int, num_tokens: float, now_s: float) -> None:
+        """The rank has computed prompt tokens of a peer: until now it was at work on these."""
+        self._prefilled_tokens[number] += num_tokens
+        if self._waiting[number]:
+            row, now_ms = self.ranks[number], 1e3 * now_s
+            row[costing.FIRST_SINCE_MS] = max(row[costing.FIRST_SINCE_MS], now_ms)
+
     def show_own(self, slots: I64, out_rows: F64) -> bool:
         """Show them what this one has sent there; whether that has changed."""
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)

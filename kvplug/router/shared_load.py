@@ -42,7 +42,9 @@ class Sent(NamedTuple):
 
 
 class SharedLoad:
-    """take, note_sent, note_last_request. Not thread-safe: for whoever holds the router's lock."""
+    """take, note_sent, note_prefill, note_last_request. Not thread-safe: for whoever holds the
+    router's lock.
+    """
 
     def __init__(
         self, config: RouterConfig, decider: Decider, fleet_index: FleetIndex, load: ActiveLoad
@@ -53,6 +55,10 @@ class SharedLoad:
     def take(self, rows: F64, own: int, num_routers: int, slots: I64) -> None:
         """Count what the others have sent (kernels/peer_load.py has the arguments)."""
         self._load.set_peers(rows, own, num_routers, slots)
+
+    def note_prefill(self, number: int, num_tokens: float, now_s: float) -> None:
+        """The rank has computed so many prompt tokens for another one."""
+        self._load.note_peer_prefill(number, num_tokens, now_s)
 
     def note_last_request(self, now_ms: float) -> None:
         """When another one routed a request last."""

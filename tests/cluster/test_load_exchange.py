@@ -327,7 +327,7 @@ def load(row, worker=A):
 def test_numbers_that_cannot_be_are_refused_and_counted(bad, caplog):
     [replica] = replicas_of(1)
     prompt_ = sync_messages.prompt_of(np.arange(3, dtype=np.uint64), 0, SIZE, 3.0, 5.0)
-    updates = [AddRequest(load([bad] * 9), prompt_), AddRequest(load([1.0] * 9, B), prompt_)]
+    updates = [AddRequest(load([bad] * 10), prompt_), AddRequest(load([1.0] * 10, B), prompt_)]
     replica.exchange.hear("evil", encode(News(1, 7, 0, updates)))
     assert replica.exchange.counts.refused == 1
     assert (replica.load_of(A) == 0).all()
@@ -361,7 +361,7 @@ def test_a_prompt_whose_hashes_do_not_fit_is_refused_and_its_load_counts():
     fitting = sync_messages.prompt_of(np.arange(40, dtype=np.uint64), 0, SIZE, 3.0, 5.0)
     for wrong in ({"chunks": b"12345678"}, {"expected": b"1"}, {"num_blocks": 1}):
         replica.exchange.counts.refused = 0
-        update = AddRequest(load([1.0] * 9), msgspec.structs.replace(fitting, **wrong))
+        update = AddRequest(load([1.0] * 10), msgspec.structs.replace(fitting, **wrong))
         number = len(replica.exchange.peers) and replica.exchange.peers["r9"].number + 1
         replica.exchange.hear("r9", encode(News(1, 7, number, [update])))
         assert replica.exchange.counts.refused == 1
@@ -398,6 +398,42 @@ def test_ages_not_clocks_are_exchanged():
     give(first, [second], first.exchange.rows())
     since = second.router.load.ranks[0, costing.FIRST_SINCE_MS]
     assert since == pytest.approx(1e3 * (behind.now_s - 0.25))
+
+
+def test_what_a_rank_computes_for_peers_counts_where_speeds_are_learnt():
+    clock = Clock()
+    first, second = replicas = replicas_of(2, clock)
+    number = second.router.fleet_index.numbers.number_of(Rank(A))
+    second.route(prompt(0), workers=[A])
+    [mine] = second.flights
+    second.router.first_token(mine)
+    request = second.router.load.request(mine)
+    for path in range(1, 4):
+        decision = first.route(prompt(path), workers=[A])
+        carry(replicas)
+        clock.now_s += 0.01
+        first.router.first_token(decision.request_id)
+        carry(replicas)
+    assert second.router.load.prefilled_since(request) == 3 * 8 * SIZE
+    newcomer = Replica("r2", clock)  # to whom all of that was before its time
+    first.route(prompt(9), workers=[A])
+    give(first, [newcomer], first.exchange.rows())
+    assert newcomer.router.load._prefilled_tokens[number] == 0
+
+
+def test_a_rank_begins_with_the_oldest_prompt_when_it_has_computed_one():
+    clock = Clock()
+    first, second = replicas = replicas_of(2, clock)
+    decision = first.route(prompt(0, 400), workers=[A])
+    second.route(prompt(1, 400), workers=[A])
+    carry(replicas)
+    clock.now_s += 0.5
+    first.router.first_token(decision.request_id)
+    carry(replicas)
+    since = costing.FIRST_SINCE_MS
+    for replica in replicas:
+        assert replica.router.load.ranks[0, since] == pytest.approx(1e3 * clock.now_s, abs=0.1)
+        assert replica.load_of(A)[1] == 1.0
 
 
 def test_what_an_engine_reports_of_others_is_not_told():

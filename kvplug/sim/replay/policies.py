@@ -8,6 +8,9 @@ In:  a name.   Out: a Policy (kvplug/sim/replay/fleet.py).
     kv:capacity=C  Router that is told C times the caches' capacities, or nothing if C is 0
     kv:mode=NAME   Router in another mode. Requests of a session are named by it; with `direct` they
                    name the engine of a fixed share of the sessions
+    kv:routers=N   N Routers that know nothing of each other's load; each request comes to one of
+                   them by chance. With `sync_ms=D`, they tell each other (replica sync), D ms
+                   later; `sync_loss=X` loses a share of that; `sync_s=S` cuts them off after S s
     kv:NAME=X      Router with another number in its RouterConfig: SETTINGS has those that can be
     cache_aware    an approximate tree of what was sent where, as vLLM's router and SGLang's have it
     round_robin, least_loaded, random
@@ -21,18 +24,13 @@ import random
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Final, get_args
-from zlib import crc32
-
-import numpy as np
 
 from kvplug.errors import ConfigError
-from kvplug.events import Rank, Tier
-from kvplug.packed import PackedEvent, PackedRemoved, PackedStored, encode
 from kvplug.router.config import Mode, RouterConfig
-from kvplug.router.core import Router
-from kvplug.router.options import RouteOptions
 from kvplug.sim.replay.engine import CacheEvent, EngineSpec
 from kvplug.sim.replay.fleet import Policy
+from kvplug.sim.replay.kv import Kv
+from kvplug.sim.replay.replicas import Replicas, SyncLink
 from kvplug.sim.replay.workload import Request
 
 
@@ -118,87 +116,27 @@ class CacheAware(_Counting):
         return engine
 
 
-class Kv:
-    """kvplug's Router, told what a router is told: events, first tokens, ends, and so many times
-    the caches' capacities.
-    """
-
-    def __init__(
-        self, specs: Sequence[EngineSpec], seed: int, config: RouterConfig, capacity: float = 1.0
-    ) -> None:
-        self._now = 0.0
-        self.router = Router(config, clock=lambda: self._now, random_=random.Random(seed))
-        self._ranks = [Rank(f"engine-{number}") for number in range(len(specs))]
-        self._engine_of = {rank: number for number, rank in enumerate(self._ranks)}
-        self._ids: dict[int, str] = {}
-        for rank, spec in zip(self._ranks, specs, strict=True):
-            self.router.add_worker(rank.worker)
-            if capacity:
-                self.router.set_cache_capacity(rank, capacity * spec.num_blocks)
-
-    def choose(self, number: int, request: Request, now: float) -> int:
-        """By the router's decision."""
-        self._now = now
-        decision = self.router.route_hashed(
-            request.blocks, request.num_tokens, **self.options(request)
-        )
-        self._ids[number] = decision.request_id
-        return self._engine_of[decision.rank]
-
-    def options(self, request: Request) -> RouteOptions:
-        """What the request says of itself."""
-        return {"session": request.session, "worker": self._named(request)}
-
-    def _named(self, request: Request) -> str:
-        """The engine that the request names."""
-        if self.router.config.mode != "direct" or not request.session:
-            return ""
-        number = crc32(request.session.encode()) % len(self._ranks)
-        return self._ranks[number].worker
-
-    def on_first_token(self, number: int, now: float) -> None:
-        """The prefill is done."""
-        self._now = now
-        self.router.first_token(self._ids[number])
-
-    def on_finished(self, number: int, num_answer_tokens: int, now: float) -> None:
-        """The request is over."""
-        self._now = now
-        self.router.finish(self._ids.pop(number), num_answer_tokens)
-
-    def on_cache_events(self, engine: int, events: list[CacheEvent], now: float) -> None:
-        """As the engine would publish them."""
-        if not self.router.config.follows_events:
-            return
-        self._now = now
-        packed: list[PackedEvent] = []
-        for event in events:
-            # A block is named behind its parent, so it goes to the host before both leave the GPU.
-            for block, parent in event.offloaded:
-                name = np.array([block], dtype=np.uint64)
-                packed.append(PackedStored(name, name, parent, Tier.HOST))
-            if event.dropped:
-                packed.append(PackedRemoved(np.array(event.dropped, dtype=np.uint64), Tier.HOST))
-            if event.removed:
-                packed.append(PackedRemoved(np.array(event.removed, dtype=np.uint64)))
-            if len(event.stored):
-                packed.append(PackedStored(event.stored, event.stored, event.parent))
-        if packed:
-            self.router.apply_packed(self._ranks[engine], encode(packed))
-
-
 _SIMPLE: Final[dict[str, Callable[[Sequence[EngineSpec], int], Policy]]] = {
     "round_robin": RoundRobin,
     "random": Random,
     "least_loaded": LeastLoaded,
     "cache_aware": CacheAware,
 }
+_OF_FLEET: Final[tuple[str, ...]] = ("capacity", "routers", "sync_ms", "sync_loss", "sync_s")
+_SEED_OF_ROUTER: Final = 7919  # the dice of routers are their own
 SETTINGS: Final = (
     *("host_credit", "disk_credit", "device_credit", "device_credit_decay", "request_weight"),
     *("temperature", "ttft_slo_ms"),
 )
 NAMES: Final = (
-    *("kv", "kv:blocks=WEIGHT", "kv:events=off", "kv:capacity=SHARE", "kv:mode=NAME"),
+    *(
+        "kv",
+        "kv:routers=N",
+        "kv:routers=N:sync_ms=DELAY",
+        "kv:routers=N:sync_ms=DELAY:sync_loss=SHARE",
+    ),
+    "kv:routers=N:sync_ms=DELAY:sync_s=SECONDS",
+    *("kv:blocks=WEIGHT", "kv:events=off", "kv:capacity=SHARE", "kv:mode=NAME"),
     *(f"kv:{name}=NUMBER" for name in SETTINGS),
     *_SIMPLE,
 )
@@ -211,15 +149,34 @@ def make_policy(name: str, specs: Sequence[EngineSpec], seed: int) -> Policy:
     kind, *options = name.split(":")
     if kind != "kv":
         raise _unknown(name)
+    values = dict(option.partition("=")[::2] for option in options)
+    numbers: dict[str, float] = {
+        key: _number(values.pop(key), name) for key in _OF_FLEET if key in values
+    }
     settings: dict[str, Any] = {}
-    capacity = 1.0
-    for option in options:
-        key, _, value = option.partition("=")
-        if key == "capacity":
-            capacity = _number(value, name)
-        else:
-            settings |= _setting(key, value, name)
-    return Kv(specs, seed, RouterConfig(block_size=specs[0].block_size, **settings), capacity)
+    for key, value in values.items():
+        settings |= _setting(key, value, name)
+    config = RouterConfig(block_size=specs[0].block_size, **settings)
+    capacity = numbers.get("capacity", 1.0)
+    if "routers" not in numbers:
+        if len(numbers) > ("capacity" in numbers):
+            raise ConfigError(f"policy {name!r}: expected routers=N beside what is said of sync")
+        return Kv(specs, seed, config, capacity)
+    routers = [
+        Kv(specs, seed + _SEED_OF_ROUTER * at, config, capacity)
+        for at in range(int(numbers["routers"]))
+    ]
+    return Replicas(routers, seed, _link_of(numbers))
+
+
+def _link_of(numbers: dict[str, float]) -> SyncLink | None:
+    if "sync_ms" not in numbers:
+        return None
+    return SyncLink(
+        delay_s=numbers["sync_ms"] / 1e3,
+        loss=numbers.get("sync_loss", 0.0),
+        ends_s=numbers.get("sync_s", inf),
+    )
 
 
 def _setting(key: str, value: str, name: str) -> dict[str, Any]:

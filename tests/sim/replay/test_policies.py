@@ -34,6 +34,35 @@ UNKNOWN += ("kv:", "kv:events=on", "kv=events=off", "kv:blocks:3", "kv:mode=", "
 UNKNOWN += ("kv:block_size=3", "kv:request_weight=much", "kv:mode=random:", "kv::blocks=1")
 
 
+REPLICAS = ["kv:routers=2", "kv:routers=3:sync_ms=5", "kv:routers=2:sync_ms=5:sync_loss=0.1"]
+
+
+@pytest.mark.parametrize("name", [*REPLICAS, "kv:routers=2:sync_ms=5:sync_s=2"])
+def test_several_routers_make_the_same_choices_again(name):
+    recipe = Documents(num_requests=80, num_documents=6, document=600, own=(10, 60), answer=8)
+    runs = [
+        replay(recipe.make(1), SPECS, make_policy(name, SPECS, 5), Arrivals(rate=40.0)).engine
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*runs)
+    assert set(runs[0].tolist()) == {0, 1, 2}
+
+
+def test_one_router_of_one_decides_as_the_router():
+    recipe = Documents(num_requests=80, num_documents=6, document=600, own=(10, 60), answer=8)
+    runs = [
+        replay(recipe.make(1), SPECS, make_policy(name, SPECS, 5), Arrivals(rate=40.0)).engine
+        for name in ("kv", "kv:routers=1:sync_ms=0")
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
+@pytest.mark.parametrize("name", ["kv:routers=0", "kv:routers=65", "kv:sync_ms=5", "kv:routers="])
+def test_what_cannot_be_of_several_routers_is_rejected(name):
+    with pytest.raises(ConfigError, match="expected"):
+        make_policy(name, SPECS, 0)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_name_that_nobody_knows_is_rejected(name):
     with pytest.raises(ConfigError, match="expected"):
