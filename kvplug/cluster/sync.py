@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from kvplug.cluster.load_exchange import ROWS_EVERY_S, LoadExchange, SyncCounts
+from kvplug.engines.wake import Wake
 from kvplug.errors import ConfigError
 from kvplug.nats.connection import NatsConnection, translated
 from kvplug.nats.subjects import Subjects
@@ -68,8 +69,9 @@ class ReplicaSync:
         self._router, self._connection, self._subjects = router, connection, subjects
         self._subject = subjects.sync(router_id)
         self._exchange = LoadExchange(router, router_id, self._wake)
-        self._is_awake, self._is_stopped = False, False
+        self._is_awake, self._is_running = False, False
         self._has_news = asyncio.Event()
+        connection.on_change(self._on_change)
         self._subscription: Subscription | None = None
         self._task: Future[None] | None = None
 
@@ -78,8 +80,8 @@ class ReplicaSync:
         with self._router.locked():
             if type(self._router.load.listener) is not LoadListener:
                 raise ConfigError("cannot share the load of a router: it is shared already")
+            self._waker, self._is_awake, self._is_running = Wake(), False, True
             self._router.load.listener = self._exchange
-        self._connection.on_change(self._on_change)
         self._task = self._connection.submit(self._run())
         self._task.add_done_callback(_say_failure)
 
@@ -90,13 +92,14 @@ class ReplicaSync:
             return
         with self._router.locked():
             self._router.load.listener = LoadListener()
-        self._is_stopped = True
+        self._is_running = False
         task.cancel()
         ending = self._end()
         try:
             self._connection.submit(ending).result(_BYE_TIMEOUT_S)
         except RuntimeError:  # the connection has ended before
             ending.close()
+            self._waker.close()
         except (CancelledError, FutureTimeoutError):
             logger.warning("replica sync: NATS did not take the last message; peers find out alone")
 
@@ -109,19 +112,26 @@ class ReplicaSync:
         return SyncStatus(is_connected, peers, self._exchange.num_assumed, counts)
 
     def _wake(self) -> None:
-        """There is news; in the thread that decides, so it costs one call while some is waiting."""
+        """There is news; in the thread that decides, so nothing is done while some is waiting.
+
+        The loop's own call_soon_threadsafe takes four times as long (docs/decisions.md, 139).
+        """
         if not self._is_awake:
             self._is_awake = True
-            with suppress(RuntimeError):  # the connection has ended
-                self._connection.loop.call_soon_threadsafe(self._has_news.set)
+            self._waker.set()
+
+    def _woken(self) -> None:
+        self._waker.drain()
+        self._has_news.set()
 
     def _on_change(self, is_connected: bool) -> None:
-        if is_connected and not self._is_stopped:
+        if is_connected and self._is_running:
             self._exchange.reconnected()
 
     async def _run(self) -> None:
         client = await self._connection.connected()
         await self._subscribe(client)
+        asyncio.get_running_loop().add_reader(self._waker.fd, self._woken)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_news(client), name="replica sync: news")
             tasks.create_task(self._send_rows(client), name="replica sync: rows")
@@ -136,7 +146,7 @@ class ReplicaSync:
                 await asyncio.sleep(_RETRY_S)
 
     async def _hear(self, message: Msg) -> None:
-        if not self._is_stopped:
+        if self._is_running:
             self._exchange.hear(unquote(message.subject.rpartition(".")[2]), message.data)
 
     async def _send_news(self, client: Client) -> None:
@@ -169,10 +179,13 @@ class ReplicaSync:
                 counts.unsent += 1
 
     async def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._waker.fd)
+        self._waker.close()
         client = await self._connection.connected()
-        if self._subscription is not None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
             with suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()
+                await subscription.unsubscribe()
         self._exchange.forget_all()
         if self._connection.is_connected:
             await self._publish(client, [self._exchange.bye()])

@@ -161,6 +161,7 @@ async def test_a_replica_that_stops_and_one_that_dies_are_forgotten(server):
         assert first.sync.status().counts.lost_peers == 1
         second.sync.start()
         await until(lambda: num_in_flight(first) == 2, "it is back")
+        await until(lambda: num_in_flight(second) == 2, "it hears the others, too")
 
 
 async def test_a_router_without_a_server_counts_for_its_replicas_until_it_is_back():
