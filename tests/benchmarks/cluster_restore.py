@@ -19,10 +19,10 @@ import time
 from typing import Any
 
 import numpy as np
-from kvplug.cluster.fleet_snapshot import FrozenFleet, freeze, restore_fleet
 
 from kvplug import Rank, Router, RouterConfig
 from kvplug.cluster.checkpoints import Checkpoints, CheckpointSettings
+from kvplug.cluster.fleet_snapshot import FrozenFleet, freeze, restore_fleet
 from kvplug.ingest.follower import Follower
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
