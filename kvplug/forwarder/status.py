@@ -39,13 +39,14 @@ def health_of(forwarder: Forwarder) -> dict[str, Any]:
     """What /health says."""
     connection = forwarder.connection
     return {
-        "status": "ok" if connection.is_connected else "degraded",
+        "status": "ok" if connection.is_connected and not connection.refused else "degraded",
         "version": __version__,
         "nats": {
             "connected": connection.is_connected,
             "servers": list(connection.settings.servers),
             "fleet": connection.settings.fleet,
             "reconnects": connection.num_reconnects,
+            "refused": list(connection.refused),
         },
         "engines": {str(engine.rank): _engine_health(engine) for engine in forwarder.engines},
     }

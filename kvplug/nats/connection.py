@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -36,12 +37,18 @@ _MAX_PINGS: Final = 2
 _PENDING_BYTES: Final = 2**26
 _STOP_TIMEOUT_S: Final = 3.0
 
+_MAX_REFUSED: Final = 100
+_REFUSED: Final = re.compile(
+    r'permissions violation for (?:a )?(publish|subscription) to "?([^" ]+)', re.IGNORECASE
+)
+
 _T = TypeVar("_T")
 OnChange = Callable[[bool], None]
 
 
 class NatsConnection:
-    """start, submit, connected, on_change, stop; is_connected, loop.
+    """start, submit, connected, on_change, stop; is_connected, loop; `refused`: what the server has
+    not allowed since it was connected last.
 
     The client's own publish raises while its buffer is full, and while the connection is closed;
     what is published while it comes back is sent then.
@@ -54,6 +61,7 @@ class NatsConnection:
         self.settings, self.name = settings, name
         self.is_connected = False
         self.num_reconnects = 0
+        self.refused: tuple[str, ...] = ()
         self._options = settings.connect_options()
         self._listeners: list[OnChange] = []
         self._said: set[str] = set()
@@ -136,7 +144,19 @@ class NatsConnection:
                 await asyncio.sleep(_RETRY_S)
 
     async def _on_error(self, error: Exception) -> None:
-        self._say(f"{type(error).__name__}: {error}")
+        refused = _REFUSED.search(str(error))
+        if refused is None:
+            self._say(f"{type(error).__name__}: {error}")
+            return
+        what = f"{refused[1].lower()} {_without_chance(refused[2])}"
+        if what not in self.refused and len(self.refused) < _MAX_REFUSED:
+            self.refused = (*self.refused, what)
+            logger.warning(
+                "NATS: the server does not allow %s to %s; expected permissions as in "
+                "docs/security.md, NATS",
+                self.name,
+                what,
+            )
 
     async def _on_lost(self) -> None:
         if self.is_connected and self._client is not None:  # else it is being closed
@@ -146,6 +166,7 @@ class NatsConnection:
     async def _on_back(self) -> None:
         self.num_reconnects += 1
         self._said.clear()
+        self.refused = ()
         logger.info("NATS: the connection %s is back", self.name)
         self._changed(True)
 
@@ -172,6 +193,13 @@ class NatsConnection:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def _without_chance(subject: str) -> str:
+    """Inboxes and acknowledgements have a name for each message. nats-py says all in lower case."""
+    parts = subject.split(".")
+    num_kept = {"_inbox": 2, "$js": 4 if parts[1:2] == ["ack"] else None}.get(parts[0])
+    return ".".join([*parts[:num_kept], *([">"] if num_kept and parts[num_kept:] else [])])
 
 
 def translated(error: Exception, attempted: str) -> TransportError:

@@ -67,8 +67,7 @@ def of_router(subjects: Subjects, router_id: str) -> Permissions:
             subjects.replica(router_id),
             subjects.marks,
             "$JS.API.INFO",
-            *_reading(stream),
-            f"$JS.API.STREAM.PURGE.{stream}",
+            *_kept(stream),
             f"$JS.API.CONSUMER.LIST.{stream}",
             f"$JS.API.CONSUMER.NAMES.{stream}",
             *(
@@ -78,11 +77,9 @@ def of_router(subjects: Subjects, router_id: str) -> Permissions:
             f"$JS.API.CONSUMER.CREATE.{stream}.{name}.>",
             f"$JS.ACK.{stream}.{name}.>",
             f"$KV.{subjects.state_bucket}.>",
-            *_watching(f"KV_{subjects.state_bucket}"),
+            *_kept(f"KV_{subjects.state_bucket}"),
             f"$O.{subjects.snapshot_bucket}.>",
-            *_watching(f"OBJ_{subjects.snapshot_bucket}"),
-            f"$JS.API.STREAM.PURGE.OBJ_{subjects.snapshot_bucket}",
-            "$JS.FC.>",
+            *_kept(f"OBJ_{subjects.snapshot_bucket}"),
         ),
         subscribe=(
             f"_INBOX.{name}.>",
@@ -99,17 +96,10 @@ def of_operator(name: str = "operator") -> Permissions:
     return Permissions(publish=("$JS.API.>",), subscribe=(f"_INBOX.{name}.>",))
 
 
-def _reading(stream: str) -> tuple[str, ...]:
-    api = "$JS.API"
+def _kept(stream: str) -> tuple[str, ...]:
+    """Reading it, and purging what is old."""
     return (
-        f"{api}.STREAM.INFO.{stream}",
-        f"{api}.STREAM.MSG.GET.{stream}",
-        f"{api}.DIRECT.GET.{stream}",
-        f"{api}.DIRECT.GET.{stream}.>",
+        *(f"$JS.API.STREAM.{what}.{stream}" for what in ("INFO", "MSG.GET", "PURGE")),
+        f"$JS.API.DIRECT.GET.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
     )
-
-
-def _watching(stream: str) -> tuple[str, ...]:
-    """With consumers that end with their connection."""
-    consumers = (f"$JS.API.CONSUMER.{what}.{stream}" for what in ("CREATE", "DELETE", "INFO"))
-    return (*_reading(stream), *(f"{each}{more}" for each in consumers for more in ("", ".>")))

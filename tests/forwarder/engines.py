@@ -80,11 +80,12 @@ def engine(endpoint="tcp://127.0.0.1:0", **more):
 
 
 @contextmanager
-def forwarding(url, *engines, settings=FAST, **more):
-    """A forwarder of engines, which are Engines or configurations."""
+def forwarding(nats, *engines, replay_settings=FAST, **more):
+    """A forwarder of engines, which are Engines or configurations, to a URL or by NatsSettings."""
     configs = [each if isinstance(each, ZmqKvEventPublisherConfig) else config_of(each, **more)
                for each in engines]  # fmt: skip
-    forwarder = Forwarder(NatsSettings(servers=(url,)), configs, replay_settings=settings)
+    settings = NatsSettings(servers=(nats,)) if isinstance(nats, str) else nats
+    forwarder = Forwarder(settings, configs, replay_settings=replay_settings)
     forwarder.start()
     try:
         yield forwarder

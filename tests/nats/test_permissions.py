@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import nats
 import nats.errors
@@ -10,9 +11,13 @@ from nats.js import api
 
 from examples import nats_permissions
 from kvplug.nats import permissions
+from kvplug.nats.connection import NatsConnection
+from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName, Subjects
-from tests.nats.keys import Operator, User
+from tests.forwarder.engines import engine, forwarding
+from tests.nats.keys import Operator, User, make_certificates, tls_lines
 from tests.nats_servers import nats_servers
+from tests.plugins.nats_reader import NatsReader
 from tests.waiting import until
 
 SUBJECTS = Subjects("default")
@@ -27,7 +32,7 @@ NAMES = {"engine": "engine", "router": "router-a", "operator": "operator"}
 
 
 @asynccontextmanager
-async def guarded(tmp_path, kind):
+async def guarded(tmp_path, kind, more=""):
     """A server, and per key what nats.connect needs besides the URL."""
     if kind == "nkeys":
         users = {name: User(tmp_path, name) for name in ALLOWED}
@@ -42,7 +47,7 @@ async def guarded(tmp_path, kind):
             name: {"user_credentials": str(operator.creds(name, allowed))}
             for name, allowed in ALLOWED.items()
         }
-    with nats_servers(more=lines) as [node]:
+    with nats_servers(more=lines + more) as [node]:
         yield node.url, options
 
 
@@ -135,7 +140,7 @@ async def test_a_router_may_keep_snapshots_and_read(tmp_path):
         assert (await bucket.get("manifest")).revision == revision
         store = await js.object_store(SUBJECTS.snapshot_bucket)
         await store.put("s", bytes(300_000))
-        await store.delete("s")
+        await js.purge_stream(f"OBJ_{SUBJECTS.snapshot_bucket}")
         await js.purge_stream(SUBJECTS.stream, seq=2)
         assert await js.consumers_info(SUBJECTS.stream)
         assert not router.refused
@@ -159,8 +164,40 @@ async def test_an_answer_goes_to_who_asks(tmp_path):
         inbox = router.new_inbox()
         await router.subscribe(inbox, cb=note)
         await router.publish(SUBJECTS.asks(MINE), b"ask", reply=inbox)
-        await until(lambda: len(heard) == 100, "all of it is there")
+        await until(lambda: len(heard) == 100, "all of it is there", timeout_s=5)
         assert not made["engine"].refused
+
+
+async def test_what_is_refused_is_named_once(tmp_path, caplog):
+    async with guarded(tmp_path, "nkeys") as (url, options):
+        settings = NatsSettings(servers=(url,), nkey_file=Path(options["engine"]["nkeys_seed"]))
+        connection = NatsConnection(settings, "engine")
+        connection.start()
+        try:
+            for subject in (SUBJECTS.events(THEIRS), "_INBOX.x.one", "_INBOX.x.two"):
+                for _ in range(2):
+                    await asyncio.wrap_future(connection.submit(published(connection, subject)))
+            expected = (f"publish {SUBJECTS.events(THEIRS).lower()}", "publish _inbox.x.>")
+            await until(lambda: connection.refused == expected, "it is refused")
+            await asyncio.wrap_future(
+                connection.submit(published(connection, SUBJECTS.asks(THEIRS), listens=True))
+            )
+            expected = (*expected, f"subscription {SUBJECTS.asks(THEIRS).lower()}")
+            await until(lambda: connection.refused == expected, "it is refused")
+        finally:
+            connection.stop()
+    named = [each.getMessage() for each in caplog.records if "does not allow" in each.getMessage()]
+    assert len(named) == 3
+    assert named[0].endswith("expected permissions as in docs/security.md, NATS")
+
+
+async def published(connection, subject, *, listens=False):
+    client = await connection.connected()
+    if listens:
+        await client.subscribe(subject)
+    else:
+        await client.publish(subject, b"")
+    await client.flush()
 
 
 async def test_nobody_comes_in_without_a_key(tmp_path):
@@ -173,3 +210,34 @@ async def test_nobody_comes_in_without_a_key(tmp_path):
 
 async def _pass_over(error):
     """It is to be refused."""
+
+
+async def test_a_forwarder_needs_no_more_over_tls(tmp_path):
+    make_certificates(tmp_path)
+    async with guarded(tmp_path, "nkeys", more=tls_lines(tmp_path)) as (url, options):
+        files = {
+            "tls_ca_file": tmp_path / "ca.pem",
+            "tls_cert_file": tmp_path / "client.pem",
+            "tls_key_file": tmp_path / "client-key.pem",
+        }
+        url = url.replace("nats:", "tls:")
+        tls = NatsSettings(servers=(url,), **files).connect_options()["tls"]
+        options = {name: {**each, "tls": tls} for name, each in options.items()}
+        key = Path(options["engine"]["nkeys_seed"])
+        settings = NatsSettings(servers=(url,), nkey_file=key, **files)
+        async with clients(url, options) as made:
+            await make_streams(made["operator"])
+            router, tasks = NatsReader(made["router"].nc, MINE), []
+            await router.start(tasks)
+            with engine(is_ours=True) as ours:
+                ours.store(100, 3)  # before the forwarder is there: the reader has to ask
+                with forwarding(settings, ours) as forwarder:
+                    await until(lambda: router.names() == ours.held, "all is read")
+                    ours.store(200)
+                    await until(lambda: router.names() == ours.held, "all is read")
+                    assert router.num_asks
+                    assert not made["router"].refused
+                    assert not forwarder.connection.refused
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
