@@ -1,6 +1,8 @@
 """What the event thread relies on, of each transport."""
 
 import select
+from contextlib import ExitStack
+from urllib.request import urlopen
 
 import pytest
 
@@ -10,12 +12,18 @@ from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.kernels._jit import compile_all
+from kvplug.nats.connection import NatsConnection
+from kvplug.nats.settings import NatsSettings
+from kvplug.nats.subjects import PublisherName, Subjects
 from kvplug.topics import Topic
 from kvplug.transports import TRANSPORTS
 from kvplug.transports.base import Connection, Message
 from kvplug.transports.memory import MemoryTransport
+from kvplug.transports.nats import NatsTransport
 from kvplug.transports.zmq import ZmqTransport
 from tests.ingest.publisher import TOPIC, Publisher, ReplayServer, message, stored
+from tests.nats_servers import nats_servers
+from tests.plugins.stock_client import wait_until
 from tests.waiting import until
 
 
@@ -29,6 +37,7 @@ class ZmqEngine:
     """An engine that publishes on real sockets."""
 
     Transport = ZmqTransport
+    topic = TOPIC
 
     def __init__(self):
         self.transport = self.Transport()
@@ -61,6 +70,7 @@ class MemoryEngine:
     """An engine in this process."""
 
     Transport = MemoryTransport
+    topic = TOPIC
     endpoint = replay = "memory://engine"
 
     def __init__(self):
@@ -86,7 +96,72 @@ class MemoryEngine:
         self.transport.close()
 
 
-RIGS = (ZmqEngine, MemoryEngine)
+class NatsEngine:
+    """An engine whose stock payloads go over NATS; it is there as long as the server."""
+
+    Transport = NatsTransport
+    topic = b"kv@engine/0"
+
+    def __init__(self):
+        self._servers = ExitStack()
+        self._node = self._servers.enter_context(nats_servers())[0]
+        self.endpoint = self.replay = "nats://engine/0"
+        settings = NatsSettings(servers=(self._node.url,))
+        self._subjects = Subjects(settings.fleet)
+        self._publisher, self._reader = (
+            NatsConnection(settings, name) for name in ("engine", "router-1")
+        )
+        self.transport = self.Transport(self._reader, self._subjects)
+        self._history = []
+        self._publisher.start()
+        self._reader.start()
+        self._publisher.submit(self._answer_asks()).result(10)
+
+    def start(self):
+        self._history = []
+        self._node.start()
+
+    def wait_for_a_subscriber(self):
+        url = f"http://127.0.0.1:{self._node.monitor_port}/connz?subs=1"
+        wanted = self._subjects.events(PublisherName("engine", 0))
+        wait_until(lambda: wanted in urlopen(url).read().decode(), "somebody has subscribed")
+        wait_until(lambda: self._publisher.is_connected, "the engine is connected")
+
+    def publish(self, payload, *, is_lost=False):
+        self._history.append(payload)
+        if not is_lost:
+            number = len(self._history) - 1
+            subject = self._subjects.events(PublisherName("engine", 0))
+            self._publisher.submit(self._send(subject, number, payload)).result(10)
+
+    def stop(self):
+        self._node.kill()
+
+    def destroy(self):
+        self.transport.close()
+        self._reader.stop()
+        self._publisher.stop()
+        self._servers.close()
+
+    async def _send(self, subject, number, payload):
+        client = await self._publisher.connected()
+        await client.publish(subject, payload, headers={"Kvplug-Number": str(number)})
+
+    async def _answer_asks(self):
+        client = await self._publisher.connected()
+
+        async def answer(msg):
+            first = int.from_bytes(msg.data, "big")
+            for number, payload in enumerate(self._history):
+                if number >= first:
+                    await self._send(msg.reply, number, payload)
+            await self._send(msg.reply, -1, b"")
+
+        await client.subscribe(self._subjects.asks(PublisherName("engine", 0)), cb=answer)
+        await client.flush()
+
+
+RIGS = (ZmqEngine, MemoryEngine, NatsEngine)
 """One for each transport. Its engine runs at first; `replay` is None if it has no replays."""
 
 
@@ -139,7 +214,7 @@ async def test_messages_come_in_order_with_their_numbers(engine, source):
     await subscribed(engine, source)
     for number in range(5):
         engine.publish(b"%d" % number)
-    expected = [Message(TOPIC, number, b"%d" % number) for number in range(5)]
+    expected = [Message(engine.topic, number, b"%d" % number) for number in range(5)]
     assert await receive(source, 5, part=2) == expected
     assert source.receive(10) == []
 
@@ -194,7 +269,7 @@ async def test_a_source_may_be_opened_before_its_publisher(engine, source):
     engine.start()
     await subscribed(engine, source)
     engine.publish(b"said")
-    assert await receive(source, 1) == [Message(TOPIC, 0, b"said")]
+    assert await receive(source, 1) == [Message(engine.topic, 0, b"said")]
     assert source.filenos() == filenos
     source.close()
 
