@@ -140,6 +140,8 @@ def _events_config(arguments: ServerArgs) -> dict[str, Any]:
     publisher, endpoint = config.get("publisher", "null"), config.get("endpoint", "*")
     if publisher == "null":
         raise ConfigError("expected KV events, got none in --kv-events-config")
+    if publisher == NAME and read_variables().nats is not None:
+        raise ConfigError("expected KV events on sockets, and KVPLUG_NATS sends them to NATS")
     # SGLang's own publisher connects to an address without a wildcard.
     if publisher != NAME and not config.get("bind", "*" in endpoint or "::" in endpoint):
         raise ConfigError(f"expected a publisher that binds, got {publisher} at {endpoint}")

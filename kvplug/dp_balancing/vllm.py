@@ -95,6 +95,8 @@ def _require_a_choice(config: VllmConfig) -> None:
         raise ConfigError("expected prefix caching, which is off")
     if events is not None and not (events.enable_kv_cache_events and events.publisher != "null"):
         raise ConfigError("expected KV events, which --kv-events-config switches off")
+    if read_variables().nats is not None:
+        raise ConfigError("expected KV events on sockets, and KVPLUG_NATS sends them to NATS")
 
 
 def _switch_on_events(config: VllmConfig) -> None:

@@ -15,6 +15,7 @@ sender              that process: engines' events, or notes of them, to one of t
 life_stream         our own wire: batches to messages, without holding up whoever hands them over
 event_stream        these over ZMQ sockets
 nats_stream         these over NATS, by outbox into a stream; beats, nats_answers: the rest of it
+nats_target         where on NATS, and by which name; nats_task: the work in its loop
 answers             answers to followers that join late or missed something
 answer_maker        what these say
 life                what has been said, and what there is to say to a newcomer
@@ -22,7 +23,8 @@ block_hashes        token ids to sequence hashes, without Numba
 resident_set        what the engine holds: with resident_blocks, resident_groups, resident_pools
 listing             all of that as packed events
 
-publisher           the stock wire; stock_pools: CXL pools on it
+numbered_batches    the stock wire: numbers, whatever carries them; stock_pools: CXL pools on it
+publisher           these over ZMQ sockets; nats_batches: over NATS
 replay_server       past batches of it again
 binding, wake       a socket and its address, tried again while it is taken; a thread that waits
 

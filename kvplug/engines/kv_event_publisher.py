@@ -1,6 +1,7 @@
 """A publisher for engines of one's own: the calls of Dynamo's KvEventPublisher, without its parts.
 
-In:  token ids and block ids of an engine.   Out: our own event stream, or the stock one.
+In:  token ids and block ids of an engine.
+Out: our own event stream, or the stock one, on sockets or over NATS.
 
     >>> with KvEventPublisher("tcp://127.0.0.1:0", kv_block_size=4) as publisher:
     ...     publisher.publish_stored(
@@ -27,6 +28,9 @@ from kvplug import protocol
 from kvplug._version import __version__
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
+from kvplug.engines.life_stream import LifeStream
+from kvplug.engines.nats_target import STREAM, WORKER, NatsTarget, is_nats
+from kvplug.engines.numbered_batches import NumberedBatches
 from kvplug.engines.publisher import Publisher
 from kvplug.engines.publisher_arguments import (
     block_id,
@@ -71,6 +75,8 @@ from kvplug.events import (
     Namespace,
     Tier,
 )
+from kvplug.nats.settings import SERVERS, NatsSettings
+from kvplug.nats.settings import VARIABLES as NATS_VARIABLES
 from kvplug.protocol import Hello, WorkerHello
 from kvplug.setting import shown
 from kvplug.wire import to_wire
@@ -129,18 +135,28 @@ class KvEventPublisher:
         topic: str = "",
         keys: ServerKeys | None = None,
         wire: WireName = "kvplug",
+        worker: str = "",
+        nats: NatsSettings | None = None,
         **about: Unpack[AboutWorker],
     ) -> None:  # fmt: skip
         """Publish from now on. ConfigError for settings that cannot be; TransportError if an
-        address is taken.
+        address is taken. With `nats`, or servers of NATS as the endpoint
+        ("nats://a:4222,nats://b:4222"), events go there, under the name `worker`: the URL of the
+        engine's API as the router's --worker has it. It is `url` if that is left out.
 
-        keys, url, cxl_pools and topology that are left out are those of the KVPLUG_* variables.
+        keys, url, cxl_pools and topology that are left out are those of the KVPLUG_* variables, and
+        so are the fleet and the credentials if `nats` is.
         """
         self._block_size = block_size_of(kv_block_size)
         variables = _variables(keys)
         hello = _hello(self._block_size, dp_rank, about, variables)
-        config = _config(endpoint=endpoint, replay_endpoint=answers_at, topic=topic)
-        self._publisher = _open(wire, config, hello, keys or variables.keys)
+        if nats is not None or is_nats(endpoint):
+            _require_no_sockets(answers_at=answers_at, topic=topic, keys=keys)
+            self._publisher = _open_nats(wire, _target(endpoint, nats, worker), hello)
+        else:
+            _require_no_worker(worker)
+            config = _config(endpoint=endpoint, replay_endpoint=answers_at, topic=topic)
+            self._publisher = _open(wire, config, hello, keys or variables.keys)
         self._dp_rank, self._is_closed = hello.dp_rank, False
         self._lock = threading.Lock()
         self._next_id = 0
@@ -340,14 +356,52 @@ def _namespace(lora_id: object, details: BlockDetails) -> Namespace:
 
 def _open(
     wire: WireName, config: PublisherConfig, hello: WorkerHello, keys: ServerKeys | None
-) -> EventStream | Publisher:
-    if wire not in get_args(WireName):
-        raise ConfigError(f'wire must be "kvplug" or "vllm", got {shown(wire)}')
+) -> LifeStream | NumberedBatches:
+    _require_wire(wire)
     config = without_open_socket(config, keys, logger)
     if wire == "vllm":
         encode = _StockEncoder()
         return Publisher(config, hello.dp_rank, encode, logger, keys=keys, must_bind=True)
     return EventStream(config, hello, lambda batch: batch, logger, keys=keys, must_bind=True)
+
+
+def _open_nats(
+    wire: WireName, target: NatsTarget, hello: WorkerHello
+) -> LifeStream | NumberedBatches:
+    _require_wire(wire)
+    if wire == "vllm":
+        return target.open_batches(hello, _StockEncoder(), logger)
+    return target.open_stream(hello, lambda batch: batch, logger)
+
+
+def _target(endpoint: str, settings: NatsSettings | None, worker: str) -> NatsTarget:
+    """Where on NATS: as is said here, else as the environment says."""
+    if settings is not None:
+        return NatsTarget(settings=settings, worker=text(worker, "worker"))
+    said = os.environ | {SERVERS: endpoint} | ({WORKER: worker} if worker else {})
+    target = NatsTarget.from_variables(said)
+    assert target is not None
+    return target
+
+
+def _require_wire(wire: object) -> None:
+    if wire not in get_args(WireName):
+        raise ConfigError(f'wire must be "kvplug" or "vllm", got {shown(wire)}')
+
+
+def _require_no_sockets(**said: object) -> None:
+    if names := [name for name, value in said.items() if value]:
+        raise ConfigError(
+            f"{', '.join(names)} belong to an endpoint of ZMQ: expected none of these with NATS"
+        )
+
+
+def _require_no_worker(worker: str) -> None:
+    if worker:
+        raise ConfigError(
+            f"worker {shown(worker)} is a name on NATS: expected an endpoint like "
+            "nats://127.0.0.1:4222, or nats=NatsSettings(...)"
+        )
 
 
 def _config(**said: object) -> PublisherConfig:
@@ -361,7 +415,8 @@ def _variables(keys: ServerKeys | None) -> PublisherVariables:
     """What the environment says; nothing of keys if the caller has some."""
     if keys is not None and not isinstance(keys, ServerKeys):
         raise ConfigError(f"keys must be a ServerKeys, got {type(keys).__name__}")
-    passed_over = {WIRE} if keys is None else {WIRE, CURVE_KEY_FILE, CURVE_CLIENTS}
+    passed_over = {WIRE, WORKER, STREAM, *NATS_VARIABLES}
+    passed_over |= set() if keys is None else {CURVE_KEY_FILE, CURVE_CLIENTS}
     return read_variables({k: v for k, v in os.environ.items() if k not in passed_over})
 
 

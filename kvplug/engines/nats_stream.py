@@ -10,28 +10,25 @@ the numbers go on; what waits is bounded, and readers ask for the rest.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, Final
 
 from kvplug import protocol
 from kvplug.engines.answer_maker import AnswerMaker
 from kvplug.engines.beats import Beats
 from kvplug.engines.life import Numbered
-from kvplug.engines.life_stream import STOP_LIMIT_S, LifeStream
+from kvplug.engines.life_stream import LifeStream
 from kvplug.engines.nats_answers import NatsAnswers
+from kvplug.engines.nats_task import NatsTask
 from kvplug.engines.outbox import MIN_BACKLOG_BYTES, Outbox
 from kvplug.events import EventBatch
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.subjects import PublisherName, Subjects
-from kvplug.protocol import HEARTBEAT_S, WorkerHello
+from kvplug.protocol import WorkerHello
 
 _BLOCK_BYTES: Final = 17  # of a resident set, in messages
 _AT_ONCE: Final = 16  # messages, before others of the loop have their turn
-_POLL_S: Final = 0.01
 
 
 class NatsStream(LifeStream):
@@ -56,7 +53,7 @@ class NatsStream(LifeStream):
         `closes`: `shutdown` stops the connection, too.
         """
         super().__init__(max_queue_size, about, decode, logger)
-        self._connection, self._name, self._closes = connection, name, closes
+        self._name = name
         subjects = Subjects(connection.settings.fleet)
         self.outbox = Outbox(
             connection, subjects.events(name), logger,
@@ -69,8 +66,10 @@ class NatsStream(LifeStream):
         self.beats.is_urgent = lambda: self.outbox.is_stuck
         self.beats.on_silent = self._on_silent
         self._life_said = 0
-        self._task: asyncio.Task[None] | None = None
-        connection.submit(self._run())
+        runs = self.outbox.run, self.beats.run, self.answers.run
+        self._task = NatsTask(
+            connection, self._work, runs, self._count_failure, closes=closes, to_wake=self._wake
+        )
 
     @property
     def endpoint(self) -> str:
@@ -84,60 +83,23 @@ class NatsStream(LifeStream):
 
     def shutdown(self) -> None:
         """Send what is queued, for a second at most, and end; again is harmless."""
-        if self._stopping:
-            return
         self._stopping = True
-        with suppress(CancelledError, TimeoutError, RuntimeError):  # its loop is busy, or ended
-            self._connection.submit(self._finish()).result(2 * STOP_LIMIT_S)
-        if self._closes:
-            self._connection.stop()
+        self._task.stop(lambda: bool(self._queue or self.outbox.num_waiting))
 
     # All that follows runs in the connection's loop.
 
-    async def _run(self) -> None:
-        self._task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._wake.fd, self._on_wake)
-        self._say_hello()
-        self._on_wake()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for part in (self.outbox, self.beats, self.answers):
-                    tasks.create_task(self._for_ever(part.run))
-        finally:
-            loop.remove_reader(self._wake.fd)
-            self._wake.close()
-
-    async def _for_ever(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        while True:
-            try:
-                await run()
-            except Exception as error:  # noqa: BLE001  # it may be fine once the server is
-                self._count_failure(error)
-                await asyncio.sleep(HEARTBEAT_S)
-
-    async def _finish(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_LIMIT_S):
-                while self._queue or self.outbox.num_waiting:  # noqa: ASYNC110 - either may go on
-                    await asyncio.sleep(_POLL_S)
-        while self._task is not None and not self._task.done():
-            self._task.cancel()  # again, as nats-py swallows some
-            await asyncio.wait((self._task,), timeout=_POLL_S)
-
-    def _on_wake(self) -> None:
-        self._wake.drain()
+    def _work(self) -> bool:
         self._is_asleep = False
         for _ in range(_AT_ONCE):
             if self._has_work:
                 self._apply()
-        if self.life.has_news:
+        if self.life.has_news or not self._life_said:
             self._say_hello()
         # Nobody who appends sees that we sleep when we do not.
         self._is_asleep = True
         if self._has_work:
             self._is_asleep = False
-            asyncio.get_running_loop().call_soon(self._on_wake)
+        return not self._is_asleep
 
     def _apply(self) -> None:
         try:

@@ -4,8 +4,7 @@ In:  batches of events, from the engine's own thread.
 Out: the stock wire of vLLM and SGLang: [topic, 8-byte number, payload] on a PUB socket, and past
 batches from a replay socket.
 
-`publish` puts a batch into a bounded queue and returns; a thread encodes and sends. Each batch
-takes a number before anything can go wrong with it, so what is lost is a gap that followers see.
+`publish` puts a batch into a bounded queue and returns; a thread encodes and sends.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -22,6 +20,7 @@ import zmq
 
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.binding import Binding, bind_or_raise
+from kvplug.engines.numbered_batches import NumberedBatches
 from kvplug.engines.replay_server import History, ReplayServer
 from kvplug.engines.settings import PublisherConfig
 
@@ -32,13 +31,10 @@ _END: Final = None
 _Queued = tuple[int, Any] | None
 
 
-class Publisher:
-    """publish from one thread, shutdown from any. `encode` runs in the sender's thread.
+class Publisher(NumberedBatches):
+    """NumberedBatches on two ZMQ sockets. Read endpoint and replay_endpoint as they are now.
 
-    Read: endpoint and replay_endpoint (as they are now), and the counters num_published (numbers
-    given out), num_sent, num_dropped (the queue was full), failures by cause.
-
-    `max_queue_size` and `hwm` are in batches; 0 is no limit, as in the engines' own publishers.
+    `hwm` is in batches; 0 is no limit.
     """
 
     def __init__(
@@ -53,14 +49,10 @@ class Publisher:
     ) -> None:
         """`must_bind`: TransportError if an address is taken; else it is tried again."""
         endpoint, replay_endpoint = config.of_rank(dp_rank)
-        self.num_published = self.num_sent = self.num_dropped = self.num_lost = 0
-        self.failures: Counter[str] = Counter()
-        self._max_queue_size = config.max_queue_size
+        super().__init__(config.max_queue_size, encode, logger)
         self._topic = config.topic.encode()
-        self._encode, self._logger = encode, logger
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._history = History(maxlen=config.buffer_steps if replay_endpoint else 0)
-        self._stopping = self._drops_are_named = False
         with ExitStack() as undo:
             self._open(endpoint, replay_endpoint, config.hwm, keys, undo)
             self._bind(must_bind)
@@ -82,23 +74,12 @@ class Publisher:
         """The same, by the name that an EventStream has for it."""
         return self.replay_endpoint
 
-    def publish(self, batch: object) -> None:
-        """Hand over a batch, which nobody changes any more. Does not wait and does not raise."""
-        number = self.num_published
-        self.num_published += 1
-        if self._stopping or 0 < self._max_queue_size <= self._queue.qsize():
-            self.num_dropped += 1
-        else:
-            self._queue.put((number, batch))
+    @property
+    def _num_queued(self) -> int:
+        return self._queue.qsize()
 
-    def lose(self, num_lost: int, reason: str) -> None:
-        """`num_lost` batches will never come; their numbers are used, so followers see it."""
-        self.num_published += num_lost
-        self.num_lost += num_lost
-
-    def position(self) -> tuple[int, int]:
-        """How many batches are sent, and the number of the next one."""
-        return self.num_sent, self.num_published
+    def _enqueue(self, number: int, batch: object) -> None:
+        self._queue.put((number, batch))
 
     def shutdown(self) -> None:
         """Send what is queued and close, in three seconds at worst; again is harmless."""
@@ -180,19 +161,3 @@ class Publisher:
             self.num_sent += 1
         except Exception as error:  # noqa: BLE001  # whatever it is, the next batch may be fine
             self._count_failure(error)
-
-    def _count_failure(self, error: Exception) -> None:
-        cause = type(error).__name__
-        self.failures[cause] += 1
-        if self.failures[cause] == 1:
-            self._logger.warning("kvplug: batches of KV events are lost: %s: %s", cause, error)
-
-    def _name_drops(self) -> None:
-        # Here and not where it happens: writing a log may wait, and the engine must not.
-        if self.num_dropped and not self._drops_are_named:
-            self._drops_are_named = True
-            self._logger.warning(
-                "kvplug: batches of KV events are lost: the queue was full; expected at most %d "
-                "waiting (max_queue_size). Followers see the gap in the numbers",
-                self._max_queue_size,
-            )

@@ -1,7 +1,7 @@
 """The process that publishes the KV events of one engine: `python -m kvplug.engines.sender`.
 
 In:  a Start on standard input, the engine's batches on an inlet (sender_messages.py).
-Out: a stream on either wire; Reports on standard output.
+Out: a stream on either wire, on sockets or NATS; Reports on standard output.
 
 It does all that takes time, so that nothing of ours competes with the engine for its interpreter:
 expands what a recorder noted, hashes, keeps the resident set, answers followers. It outlives its
@@ -28,6 +28,8 @@ from kvplug import codec
 from kvplug.engines.connector_events import with_labels
 from kvplug.engines.event_stream import EventStream
 from kvplug.engines.life import QUEUE_FULL, SENDER_LOST, UNDECODABLE
+from kvplug.engines.life_stream import LifeStream
+from kvplug.engines.numbered_batches import NumberedBatches
 from kvplug.engines.publisher import Publisher
 from kvplug.engines.sender_messages import (
     NUMBER_BYTES,
@@ -205,7 +207,7 @@ class Sender:
         self._expander = expander(context)
         if self._has_lost:
             self._expander.forget()
-        if isinstance(self._publisher, EventStream):
+        if isinstance(self._publisher, LifeStream):
             self._publisher.note(names_extra_keys=context.get("names_extra_keys", False))
 
     def _note_number(self, number: int) -> None:
@@ -263,17 +265,32 @@ class Sender:
 
 def open_publisher(
     start: Start, variables: PublisherVariables, logger: logging.Logger
-) -> EventStream | Publisher:
+) -> LifeStream | NumberedBatches:
     """Publish batches of the stock format on the wire that is asked for. Both read them as they
     would be read off the stock wire, so both mean the same.
     """
-    config = without_open_socket(start.config, variables.keys, logger)
     if variables.wire == "vllm":
-        publisher = Publisher(config, start.about.dp_rank, bytes, logger, keys=variables.keys)
+        publisher = _open_stock(start, variables, logger)
         if start.num_lost:  # beyond all numbers that the sender before it can have given
             publisher.num_published = start.next_number + _NUMBERS_APART
         return publisher
+    if variables.nats is not None:
+        size = start.config.max_queue_size
+        return variables.nats.open_stream(start.about, codec.decode, logger, size)
+    config = without_open_socket(start.config, variables.keys, logger)
     return EventStream(config, start.about, codec.decode, logger, keys=variables.keys)
+
+
+def _open_stock(
+    start: Start, variables: PublisherVariables, logger: logging.Logger
+) -> NumberedBatches:
+    if variables.nats is not None:
+        return variables.nats.open_batches(
+            start.about, bytes, logger,
+            max_queue_size=start.config.max_queue_size, buffer_steps=start.config.buffer_steps,
+        )  # fmt: skip
+    config = without_open_socket(start.config, variables.keys, logger)
+    return Publisher(config, start.about.dp_rank, bytes, logger, keys=variables.keys)
 
 
 def expander(context: dict[str, Any]) -> Expander:

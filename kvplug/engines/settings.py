@@ -21,6 +21,7 @@ import msgspec
 
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.binding import endpoint_of_rank
+from kvplug.engines.nats_target import NatsTarget
 from kvplug.errors import ConfigError, KvplugError
 
 LOG_LEVEL: Final = "KVPLUG_LOG_LEVEL"
@@ -62,8 +63,8 @@ class PublisherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherVariables:
-    """What environment variables say: the wire, what to say of the worker, keys, and whether a
-    recorder of ours takes the place of the engine's own.
+    """What environment variables say: the wire, what to say of the worker, keys, whether a recorder
+    of ours takes the place of the engine's own, and where on NATS events go, if they go there.
     """
 
     wire: WireName = "kvplug"
@@ -72,6 +73,7 @@ class PublisherVariables:
     topology: dict[str, str] = field(default_factory=dict)
     keys: ServerKeys | None = None
     records: bool = True
+    nats: NatsTarget | None = None
 
 
 def read_variables(environ: Mapping[str, str] = os.environ) -> PublisherVariables:
@@ -86,6 +88,7 @@ def read_variables(environ: Mapping[str, str] = os.environ) -> PublisherVariable
         topology=_topology(environ.get(TOPOLOGY, "")),
         keys=_keys(environ.get(CURVE_KEY_FILE, ""), environ.get(CURVE_CLIENTS, "")),
         records=_records(environ.get(RECORDER, "")),
+        nats=NatsTarget.from_variables(environ),
     )
 
 

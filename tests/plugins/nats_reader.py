@@ -56,10 +56,15 @@ class NatsReader:
                     subject=self._subjects.events(self._name),
                 )  # fmt: skip
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError):
+                with suppress(nats.errors.Error, nats.js.errors.Error, TimeoutError):
+                    info = await js.stream_info(self._subjects.stream, timeout=1)
+                    if info.state.last_seq < self.seq:
+                        self.seq = 0
                 await asyncio.sleep(0.02)
                 continue
             self.seq = msg.seq
-            self.take(protocol.decode(msg.data))
+            if protocol.is_ours(msg.data):
+                self.take(protocol.decode(msg.data))
 
     def take(self, message):
         self.messages.append(message)

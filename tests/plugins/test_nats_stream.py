@@ -205,7 +205,7 @@ async def test_messages_that_are_sent_twice_are_applied_once(node):
             for i in range(50):
                 stream.publish(batch(stored(10 * i)))
                 if i % 10 == 0:  # as when acknowledgements are late
-                    stream._connection.loop.call_soon_threadsafe(stream.outbox._go_back, 0.0)
+                    stream._task._connection.loop.call_soon_threadsafe(stream.outbox._go_back, 0.0)
             await at_rest(reader, stream)
             assert reader.num_asks == 0
             numbers = [each.number for each in reader.messages if isinstance(each, Events)]
@@ -301,4 +301,4 @@ async def test_shutdown_sends_what_is_queued_and_again_is_harmless(node):
 def test_shutdown_without_a_server_does_not_wait():
     with streaming("nats://127.0.0.1:1") as stream:
         stream.publish(batch(stored(1)))
-    assert not stream._connection._thread.is_alive()
+    assert not stream._task._connection._thread.is_alive()
