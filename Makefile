@@ -175,6 +175,11 @@ chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, o
 resilience: $(READY)  ## an ordinary day of a served router: idle clients, thousands of streams, 26 MB bodies, 350 workers, wrong replays, a killed worker, slow clients, restarts; 4 minutes
 	$(BIN)/python -m tests.resilience
 
+.PHONY: rounds-cluster
+rounds-cluster: MESSAGES ?= 100000
+rounds-cluster: $(READY)  ## MESSAGES (100000) at 2000/s through a snapshot every 10000: three replicas, the one at work dies or stops at each step; a minute
+	$(BIN)/python -m tests.cluster.rounds --messages $(MESSAGES)
+
 .PHONY: soak-service
 soak-service: SECONDS = 600
 soak-service: $(READY)  ## SECONDS (600) of mixed requests through the served router: flat memory, no failed request

@@ -295,11 +295,14 @@ class Checkpoints:
         held = await self._settled(client)
         if held.manifest is not None and held.manifest.generation != self._generation:
             return None
-        before = held.manifest or Manifest(created=str((await self._stream_info(client)).created))
         await self._on_step("read")
         frozen = await freeze()
         await self._on_step("freeze")
-        if frozen.seq <= before.seq:
+        info = await self._stream_info(client)
+        before = held.manifest or Manifest(created=str(info.created))
+        # A number that the stream does not have is of before it was made anew, or lost its end.
+        is_of_stream = before.created == str(info.created) and frozen.seq <= info.state.last_seq
+        if not is_of_stream or frozen.seq <= before.seq:
             return None
         data = await asyncio.to_thread(frozen.encode)
         manifest = before.with_snapshot(frozen.seq, len(data))

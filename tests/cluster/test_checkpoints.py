@@ -99,6 +99,14 @@ async def test_the_manifest_only_rises(fleet):
     assert (await manifest_of(fleet)).seq == seq - 1
 
 
+async def test_a_number_that_the_stream_does_not_have_is_refused(fleet):
+    made = fleet.checkpoints()
+    seq = await fleet.publish(3)
+    assert await fleet.run(made.make(frozen(seq + 1))) is None
+    assert await manifest_of(fleet) is None
+    assert await fleet.run(made.make(frozen(seq)))
+
+
 async def test_one_that_was_overtaken_leaves_no_object(fleet):
     seq = await fleet.publish(3)
     fast = fleet.checkpoints("fast")
