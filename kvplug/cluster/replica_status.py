@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Final
 
 import msgspec
 
+from kvplug.cluster.parts import Part
 from kvplug.cluster.presence import ReplicaSaid
 from kvplug.cluster.streams import StreamState
 
@@ -20,20 +20,13 @@ from kvplug.cluster.streams import StreamState
 _MAX_SEEN: Final = 600
 
 
-class Part(StrEnum):
-    """What may fail, each for itself."""
-
-    CONNECTION = "connection"
-    STREAM = "stream"
-    SNAPSHOT = "snapshot"
-    RESTORE = "restore"
-
-
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """is_ready: it knows what the stream had when it started, at least; applied_seq: up to where
     it has applied the stream; lag_messages, lag_s: how far and how long it is behind its end;
-    generation, snapshot_seq, snapshot_bytes, snapshot_at_s (monotonic): of the last snapshot, None
-    without one; num_snapshots: made by this replica; restored_bytes, ready_after_s: of its start;
+    generation, snapshot_seq, snapshot_bytes: of the last snapshot, None without one; num_snapshots:
+    made by this replica; num_consumers: durable consumers that it has made, one after another;
+    num_rewound: times that the stream was new or had lost its end; num_late_beats: signs of life
+    that came 2 s before the events that they speak of; restored_bytes, ready_after_s: of its start;
     problems: by part, a sentence; differences: of the stream from what this router would make;
     replicas: the others; is_double: another one has its id.
     """
@@ -50,6 +43,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_bytes: int | None = None
     num_snapshots: int = 0
     num_reconnects: int = 0
+    num_consumers: int = 0
+    num_rewound: int = 0
+    num_late_beats: int = 0
     restored_bytes: int = 0
     ready_after_s: float | None = None
     problems: dict[Part, str] = {}

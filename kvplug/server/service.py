@@ -15,7 +15,7 @@ import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from aiohttp import web
 
@@ -47,6 +47,10 @@ from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet
 from kvplug.tokenization.piece_encoder import StoreOptions
 
+if TYPE_CHECKING:
+    from kvplug.cluster.replica import Replica
+    from kvplug.server.clustering import Cluster
+
 logger = logging.getLogger(__name__)
 
 # How long a thread that tokenizes may keep the event loop from Python's interpreter: by default 5
@@ -64,11 +68,13 @@ class RouterService:
         self.config = config
         self.router = Router(config.router) if router is None else router
         self.audit = Audit(self.router, sample=config.audit_sample)
+        self.cluster: Cluster | None = None
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
             upstream = await started.enter_async_context(Upstream(self.config))
             session = upstream.session
+            await self._join_cluster(started)
             self.fleet = self._make_fleet(session)
             # OpenTelemetry reads its variables itself.
             tracer = tracer_of(self.config.otel_endpoint, os.environ)
@@ -77,8 +83,7 @@ class RouterService:
             self.proxy = Proxy(self.config, self.router, self.audit, self.fleet, upstream)
             self._stored = StoredResponses(self.config, self.fleet, upstream)
             self.draining = Draining(self.proxy)
-            started.push_async_callback(self.fleet.stop)
-            await self.fleet.start()
+            await self._start_fleet(started)
             prompts = _prompts(self.config)
             started.callback(prompts.close)
             self.diagnosis = self._make_diagnosis(prompts, session)
@@ -115,11 +120,30 @@ class RouterService:
         """Where it listens, with the port that was taken."""
         return url_of(*self._listener.address)
 
+    async def _start_fleet(self, started: AsyncExitStack) -> None:
+        started.push_async_callback(self.fleet.stop)
+        await self.fleet.start()
+        if self.cluster is not None:
+            await self.cluster.begin_sync()
+
+    async def _join_cluster(self, started: AsyncExitStack) -> None:
+        if self.config.cluster.nats is None:
+            return
+        from kvplug.server.clustering import Cluster  # needs the extra kvplug[nats]
+
+        self.cluster = await started.enter_async_context(Cluster(self.config, self.router))
+
+    @property
+    def _replica(self) -> Replica | None:
+        return None if self.cluster is None else self.cluster.replica
+
     def _make_fleet(self, session: WorkerSession) -> Fleet:
-        return Fleet(self.config, self.router, self.audit, session)
+        return Fleet(self.config, self.router, self.audit, session, self._replica)
 
     def _make_diagnosis(self, prompts: Prompts, session: WorkerSession) -> Diagnosis:
-        return Diagnosis(self.config, self.fleet, self.audit, prompts, session)
+        diagnosis = Diagnosis(self.config, self.fleet, self.audit, prompts, session)
+        diagnosis.replica = self._replica
+        return diagnosis
 
     async def _listen(self) -> None:
         await self._listener.start(self._runner, self.config.host, self.config.port)
@@ -132,6 +156,9 @@ class RouterService:
         metrics = Metrics(self.audit, self.fleet, self.proxy, prompts, self.diagnosis, listener)
         metrics.add_times(self.following.times)
         health = Health(self.fleet, self.router, self.audit, self.diagnosis, self._is_draining)
+        if self.cluster is not None:
+            metrics.add_replica(self.cluster)
+            health.cluster = self.cluster
         continuing = self._stored.continuing(forwards)
         api = Api(self.config, self.fleet, continuing, prompts, metrics, health)
         api.application.add_routes(self._stored.routes)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplug.audit.audit import Audit
 from kvplug.audit.ledger import RankLedger
@@ -24,13 +24,17 @@ from kvplug.ingest.trust import UNCONFIRMED, Trust
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.checks import check_all
+from kvplug.server.diagnosis.cluster_checks import check_replica
 from kvplug.server.diagnosis.facts import EngineFacts
-from kvplug.server.diagnosis.finding import Code, Finding
+from kvplug.server.diagnosis.finding import CLUSTER, Code, Finding
 from kvplug.server.diagnosis.probe import Prober, compare_tokenization
 from kvplug.server.diagnosis.view import Disagreement, RecentCounts, StreamView, WorkerView
 from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from kvplug.cluster.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class Diagnosis:
     ) -> None:
         """`connect_grace_s`: how long an event stream may be away before that is a finding."""
         self.seen: set[tuple[str, Code]] = set()
+        self.replica: Replica | None = None
+        """What is wrong between routers is looked for, too, if it is set."""
         self._config, self._fleet, self._prompts = config, fleet, prompts
         self._audit, self._router = audit, audit.router
         self._prober = Prober(session, config.connect_timeout_s)
@@ -90,19 +96,21 @@ class Diagnosis:
     def look(self) -> list[Finding]:
         """What is wrong now, as far as the engines were asked."""
         findings = check_all(self._views())
+        if self.replica is not None:
+            findings += check_replica(self.replica.status)
         now = {(finding.worker, finding.code) for finding in findings}
         for finding in findings:
             if (finding.worker, finding.code) not in self._now:
-                logger.warning("worker %s: %s", finding.worker, finding)
+                logger.warning("%s: %s", _shown(finding.worker), finding)
         for worker, code in sorted(self._now - now):
-            logger.info("worker %s: %s no longer holds", worker, code)
+            logger.info("%s: %s no longer holds", _shown(worker), code)
         self._now, self.seen = now, self.seen | now
         self._forget_removed()
         return findings
 
     def _forget_removed(self) -> None:
         """Nothing is kept of workers that the fleet has no more."""
-        names = self._fleet.workers.keys()
+        names = {*self._fleet.workers, CLUSTER}
 
         def is_gone(rank: str) -> bool:
             return not {rank, rank.rpartition("#")[0]} & names
@@ -223,6 +231,10 @@ class Diagnosis:
             return False
         since = self._away_since.setdefault(follower.rank, time.monotonic())
         return time.monotonic() - since >= self._connect_grace_s
+
+
+def _shown(worker: str) -> str:
+    return worker if worker == CLUSTER else f"worker {worker}"
 
 
 def _file(digest: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 from kvplug.audit.contradictions import Blocks, Scope
 from kvplug.audit.ledger import RankLedger
@@ -90,7 +91,14 @@ def _events(view: WorkerView) -> Found:
             "binds only an address with a `*`, and connects to any other; or the publisher "
             "requires keys (--events-key-file)"
         )
-        if view.has_keys:
+        if view.events.startswith("nats://"):
+            name, _, rank = view.events.removeprefix("nats://").rpartition("/")
+            fix = (
+                "start the engine with KVPLUG_NATS and KVPLUG_NATS_FLEET as the router's --nats "
+                f"and --nats-fleet, and KVPLUG_NATS_WORKER={unquote(name)} (this is rank {rank}); "
+                "or name what it is called there with topic="
+            )
+        elif view.has_keys:
             fix = (
                 "only publishers with the key in --events-server-key are followed, so give the "
                 "engine's kvplug its secret key; a stock publisher has none: follow it without keys"

@@ -26,6 +26,7 @@ from kvplug.errors import ConfigError, TransportError
 from kvplug.router.config import RouterConfig
 from kvplug.router.core import Router
 from kvplug.server.api.prompts import Prompts
+from kvplug.server.cluster_config import ClusterConfig
 from kvplug.server.config import ServerConfig, TokenizerFolder, WorkerSpec
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.diagnosis.finding import Code, Finding, table_of
@@ -94,7 +95,8 @@ def _config_of(arguments: argparse.Namespace, found: FileSettings) -> ServerConf
         return None
     values["health_interval_s"] = _LOOK_EVERY_S
     router = RouterConfig(**_of(RouterConfig, values))
-    return ServerConfig(router=router, **_of(ServerConfig, values))
+    cluster = ClusterConfig(**_of(ClusterConfig, values))
+    return ServerConfig(router=router, cluster=cluster, **_of(ServerConfig, values))
 
 
 def _of(config: type[Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +133,11 @@ async def _ask_workers(config: ServerConfig, session: WorkerSession) -> _Health:
         health = msgspec.convert(Health(fleet, audit.router, audit, diagnosis).body(), _Health)
     finally:
         await fleet.stop()
-    # Who comes for a moment has not missed what it would have to know.
-    health.findings = [f for f in health.findings if f.code is not Code.EVENTS_INCOMPLETE]
+    # Who comes for a moment has not missed what it would have to know, and does not join routers.
+    passed_over = {Code.EVENTS_INCOMPLETE}
+    if config.cluster.nats is not None:
+        passed_over.add(Code.NO_EVENT_ENDPOINT)
+    health.findings = [each for each in health.findings if each.code not in passed_over]
     return health
 
 

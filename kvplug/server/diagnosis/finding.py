@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+CLUSTER = "cluster"
 _MAX_WIDTH = 110
 _LABELS = ("expected", "seen", "fix")
 
@@ -44,10 +45,19 @@ class Code(StrEnum):
     NO_CACHED_TOKENS = "no_cached_tokens"
     CONTRADICTED = "contradicted"
     INCORRECT_ROUTING = "incorrect_routing"
+    NATS_AWAY = "nats_away"
+    NATS_STREAM = "nats_stream"
+    SNAPSHOT_FAILED = "snapshot_failed"
+    SNAPSHOT_UNUSABLE = "snapshot_unusable"
+    BEHIND = "behind"
+    ROUTER_ID = "router_id"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What was expected of a worker, what was seen, and what to do about it."""
+    """What was expected of a worker, what was seen, and what to do about it.
+
+    worker: CLUSTER for what is wrong between routers.
+    """
 
     worker: str
     code: Code

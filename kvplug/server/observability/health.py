@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from kvplug.router.core import Router
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.workers.fleet import Fleet
 from kvplug.server.workers.worker import Worker
+
+if TYPE_CHECKING:
+    from kvplug.server.clustering import Cluster
 
 
 def _never() -> bool:
@@ -42,17 +45,20 @@ class Health:
     ) -> None:
         self._fleet, self._router, self._is_draining = fleet, router, is_draining
         self._audit, self._diagnosis = audit, diagnosis
+        self.cluster: Cluster | None = None
+        """With other routers; shown if it is set."""
 
     def body(self) -> dict[str, Any]:
         """`status` is "draining" while the router stops, else "ok" while a worker is up and events
         are received, whatever the findings.
         """
         workers, ledgers = list(self._fleet.workers.values()), self._audit.ledgers()
-        return {
+        body = {
             "status": self._status(workers),
             "workers": [self._worker(each, ledgers) for each in workers],
             "findings": msgspec.to_builtins(self._diagnosis.look()),
         }
+        return body if self.cluster is None else body | {"cluster": self.cluster.shown()}
 
     def _status(self, workers: list[Worker]) -> str:
         if self._is_draining():

@@ -6,6 +6,7 @@ In:  audit and its router, fleet, proxy, prompts.   Out: the text of /metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,12 +21,16 @@ from kvplug.server.api.admission import Admission
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.diagnosis.board import Diagnosis
 from kvplug.server.observability.audit_metrics import families_of
+from kvplug.server.observability.cluster_metrics import ReplicaMetrics
 from kvplug.server.observability.journey import RequestTimes
 from kvplug.server.observability.request_metrics import load_of, times_of
 from kvplug.server.observability.tokenizer_metrics import store_families
 from kvplug.server.proxy.forwarding import Proxy, WorkerCounts
 from kvplug.server.proxy.listening import Listener
 from kvplug.server.workers.fleet import Fleet
+
+if TYPE_CHECKING:
+    from kvplug.server.clustering import Cluster
 
 _OF_PROXY: dict[str, tuple[str, Callable[[WorkerCounts], int]]] = {
     "kvplug_requests": ("requests sent to the worker", lambda c: c.num_requests),
@@ -78,6 +83,10 @@ class Metrics:
     def add_times(self, times: RequestTimes) -> None:
         """Of requests; once."""
         self._registry.register(_Times(times))
+
+    def add_replica(self, cluster: Cluster) -> None:
+        """Of the router among others."""
+        self._registry.register(ReplicaMetrics(cluster))
 
     def add_queue(self, admission: Admission) -> None:
         """Of requests that wait for their turn."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvplug.audit.audit import Audit
 from kvplug.errors import TransportError
@@ -26,10 +27,13 @@ from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers.asking import WorkerSession
 from kvplug.server.workers.ejection import Ejections
 from kvplug.server.workers.health_checks import HealthChecks
-from kvplug.server.workers.rank_sources import sources_of
+from kvplug.server.workers.rank_sources import RankSource, sources_of
 from kvplug.server.workers.serving import Serving
 from kvplug.server.workers.worker import Worker
 from kvplug.server.workers.worker_events import WorkerEvents
+
+if TYPE_CHECKING:
+    from kvplug.cluster.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +42,28 @@ class Fleet(Serving):
     """start, stop; add, remove, set_draining; who serves what (serving.py) is kept up to date."""
 
     def __init__(
-        self, config: ServerConfig, router: Router, audit: Audit, session: WorkerSession
+        self,
+        config: ServerConfig,
+        router: Router,
+        audit: Audit,
+        session: WorkerSession,
+        replica: Replica | None = None,
     ) -> None:
+        """`replica`: what the router shares with others."""
         ejections = Ejections(config.eject_after, config.ejection_s)
         super().__init__(map(Worker, config.workers), ejections)
         self._config, self._router, self._audit = config, router, audit
+        self._replica = replica if config.router.follows_events else None
         self._events = self._make_events()
-        self._checks = HealthChecks(config, router, session, self, self._events)
+        has_nats = self._replica is not None
+        self._checks = HealthChecks(config, router, session, self, self._events, has_nats=has_nats)
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._changing = asyncio.Lock()  # one worker comes or goes at a time
         self.on_removed: list[Callable[[Worker], object]] = []
         """Called with a worker that is one no more; requests may still be on it."""
 
     def _make_events(self) -> WorkerEvents:
-        return WorkerEvents(self._config, self._router, self._audit)
+        return WorkerEvents(self._config, self._router, self._audit, self._replica)
 
     async def start(self) -> None:
         """Follow all events, look at all workers once, then keep looking."""
@@ -62,11 +74,29 @@ class Fleet(Serving):
         else:
             seconds = self._config.router.approximate_ttl_s
             logger.info("approximate: what is routed counts as cached for %g s", seconds)
+        sizes = {} if self._replica is None else await self._restore(self._replica)
         for worker in self.workers.values():
-            self._checks.set_sources(worker, sources_of(worker.spec, ()))
+            known = [RankSource(rank) for rank in range(sizes.get(worker.name, 0))]
+            self._checks.set_sources(worker, self._sources_of(worker.spec, known))
+        if self._replica is not None:
+            events = self._events
+            self._replica.follow(lambda: events.followers, lambda: events.num_direct_messages)
         await asyncio.gather(*(self._checks.look_at(worker) for worker in self.workers.values()))
         for worker in self.workers.values():
             self._start_watching(worker)
+
+    async def _restore(self, replica: Replica) -> dict[str, int]:
+        """Begin with what the others know; returns how many ranks of each worker that is of."""
+        await replica.prepared()
+        sizes = {name: size for name, size in replica.dp_sizes.items() if size > 1}
+        for worker in self.workers.values():
+            size = worker.spec.dp_size or sizes.get(worker.name, 1)
+            self._router.add_worker(worker.name, dp_size=size, block_size=worker.spec.block_size)
+        await asyncio.to_thread(replica.restore)
+        return sizes
+
+    def _sources_of(self, spec: WorkerSpec, known: Sequence[RankSource] = ()) -> list[RankSource]:
+        return sources_of(spec, known, has_nats=self._replica is not None)
 
     async def stop(self) -> None:
         """End what start began."""
@@ -84,7 +114,7 @@ class Fleet(Serving):
             replace(self._config, workers=(*specs, spec))  # checks them beside each other
             worker = Worker(spec)
             try:
-                await asyncio.to_thread(self._checks.set_sources, worker, sources_of(spec, ()))
+                await asyncio.to_thread(self._checks.set_sources, worker, self._sources_of(spec))
             except TransportError:
                 await asyncio.to_thread(self._router.remove_worker, spec.name)
                 raise

@@ -54,7 +54,11 @@ class HealthChecks:
         session: WorkerSession,
         serving: Serving,
         events: WorkerEvents,
+        *,
+        has_nats: bool = False,
     ) -> None:
+        """`has_nats`: what nobody names comes over NATS."""
+        self._has_nats = has_nats
         self._config, self._router, self._session = config, router, session
         self._serving, self._events = serving, events
         self._uses_events = config.router.follows_events
@@ -86,7 +90,8 @@ class HealthChecks:
             await asyncio.to_thread(self._router.add_worker, worker.name, model=model_of(models))
         if not worker.is_up:
             was_down_because = worker.down_because
-            await asyncio.to_thread(self.set_sources, worker, sources_of(worker.spec, found))
+            sources = sources_of(worker.spec, found, has_nats=self._has_nats)
+            await asyncio.to_thread(self.set_sources, worker, sources)
             if not self._uses_events:  # it may come back with an empty cache
                 await asyncio.to_thread(self._clear, worker)
             if worker.down_because == was_down_because:

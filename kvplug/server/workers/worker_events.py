@@ -1,6 +1,9 @@
 """The event streams of the workers: one follower for each data-parallel rank that has a publisher.
 
 In:  worker specs, the sources of their ranks.   Out: followers that keep the router up to date.
+
+Of several routers that share what they know (kvplug/cluster), a follower begins where the snapshot
+ends that the router began with.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from kvplug.audit.audit import Audit
 from kvplug.errors import TransportError, UnknownRankError
@@ -18,8 +22,11 @@ from kvplug.router.core import Router
 from kvplug.server.config import ServerConfig, WorkerSpec
 from kvplug.server.workers.rank_sources import RankSource
 from kvplug.server.workers.worker import Worker
-from kvplug.topics import Topic
-from kvplug.transports import transports_with
+from kvplug.topics import PREFIX, Topic
+from kvplug.transports import TRANSPORTS, transports_with
+
+if TYPE_CHECKING:
+    from kvplug.cluster.replica import Replica  # needs the extra
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +36,15 @@ class WorkerEvents:
     event thread.
     """
 
-    def __init__(self, config: ServerConfig, router: Router, audit: Audit) -> None:
+    def __init__(
+        self, config: ServerConfig, router: Router, audit: Audit, replica: Replica | None = None
+    ) -> None:
         self._config, self._router, self._audit = config, router, audit
+        self._replica = replica
         keys = config.event_keys
-        self._thread = EventThread() if keys is None else EventThread(transports_with(keys))
+        transports = TRANSPORTS if keys is None else transports_with(keys)
+        more = {} if replica is None else replica.transports
+        self._thread = EventThread({**transports, **more})
         self._followers: dict[Rank, Follower] = {}
         self._sources: dict[Rank, RankSource] = {}
         self.endpoint: str | None = None
@@ -48,6 +60,20 @@ class WorkerEvents:
         self._thread.start()
         if self._config.events_bind is not None:
             self.endpoint = self._thread.bind(self._config.events_bind)
+        if self._replica is not None:
+            self._replica.start(self._thread)
+
+    @property
+    def followers(self) -> list[Follower]:
+        """All there are."""
+        return list(self._followers.values())
+
+    @property
+    def num_direct_messages(self) -> int:
+        """That came from the engines themselves, and not over NATS."""
+        followers = self._followers.copy()
+        direct = [rank for rank in followers if self._sources[rank].over_nats is None]
+        return sum(followers[rank].num_messages for rank in direct)
 
     def stop(self) -> None:
         """Close all streams."""
@@ -104,10 +130,10 @@ class WorkerEvents:
         self._router.clear(rank)
 
     def _follow(self, spec: WorkerSpec, rank: Rank, source: RankSource) -> None:
-        topic = self._topic_of(spec)
+        topic = self._topic_of(spec, source)
         if topic is None and source.events is not None:
             self._connect(spec, rank, source, source.events)
-        elif topic is not None and rank.dp_rank == 0:
+        elif topic is not None and (rank.dp_rank == 0 or source.over_nats is not None):
             follower = self._new_follower(rank, source)
             self._thread.follow_topic(follower, topic)
             self._followers[rank] = follower
@@ -119,8 +145,10 @@ class WorkerEvents:
         with suppress(UnknownRankError):  # its worker may have been removed just now
             self._router.set_confidence(rank, 0.0)
 
-    def _topic_of(self, spec: WorkerSpec) -> Topic | None:
-        """By which the worker is known at `endpoint`; None if it does not connect there."""
+    def _topic_of(self, spec: WorkerSpec, source: RankSource) -> Topic | None:
+        """By which it is known at `endpoint`, or on NATS; None if its events come directly."""
+        if source.over_nats is not None:
+            return Topic.parse(f"{PREFIX}{source.over_nats}")
         is_here = self.endpoint is not None and spec.events is None
         return Topic.parse(spec.topic) if is_here else None
 
@@ -145,4 +173,6 @@ class WorkerEvents:
             evidence=self._audit.evidence_of(rank),
         )
         follower.hides_states = source.hides_states
+        if self._replica is not None:
+            self._replica.resume(follower)
         return follower

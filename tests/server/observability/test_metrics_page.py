@@ -3,15 +3,20 @@
 import json
 import re
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvplug.cluster.load_exchange import SyncCounts
+from kvplug.cluster.replica_status import ReplicaStatus
+from kvplug.cluster.sync import SyncStatus
 from kvplug.protocol import WorkerHello
 from kvplug.router.config import RouterConfig
 from kvplug.server import service
 from kvplug.server.config import ServerConfig, WorkerSpec
+from kvplug.server.observability.cluster_metrics import ReplicaMetrics
 from tests.documentation import PAGES, ROOT, name_of
 from tests.server.engine import Engine, served
 
@@ -46,6 +51,9 @@ async def families(monkeypatch):
         [metrics] = made
         collected = list(metrics._registry.collect())
     assert {each.name for each in collected} == scraped
+    replica = SimpleNamespace(status=ReplicaStatus(router_id="a"))
+    sync = SimpleNamespace(status=lambda: SyncStatus(True, {}, 0, SyncCounts()))
+    collected += ReplicaMetrics(SimpleNamespace(replica=replica, sync=sync)).collect()
     return {exported(each): (each.type, tuple(each._labelnames)) for each in collected}
 
 
