@@ -260,6 +260,46 @@ def test_what_is_whole_but_not_sound_is_refused(what):
     assert tell(router, Rank("a"), stored()).num_stored == 4
 
 
+names = st.integers(0, 5)
+kinds = st.tuples(st.sampled_from(["", "m", "n"]), st.sampled_from([None, 16, 32]))
+acts = st.lists(
+    st.tuples(st.sampled_from(["store", "remove", "clear"]), names, names, st.integers(1, 3)),
+    max_size=15,
+)
+
+
+def act(router, what, worker, name, num_blocks):
+    """Of a worker of the fleet; each stores blocks of one size."""
+    workers = sorted({rank.worker for rank in router.ranks})
+    rank = Rank(workers[worker % len(workers)])
+    size = 32 if rank.worker in ("d", "e") else 16
+    block_names = tuple(100 * name + 1 + i for i in range(num_blocks))
+    if what == "store":
+        tell(router, rank, stored(block_names, size))
+    elif what == "remove":
+        tell(router, rank, BlockRemoved(block_hashes=block_names[-1:]))
+    else:
+        router.clear(rank)
+
+
+@settings(max_examples=20)
+@given(st.lists(kinds, min_size=1, max_size=5), acts, acts)
+def test_any_fleet_goes_on_alike(kinds, before, after):
+    workers = {name: (*kind, 1) for name, kind in zip("abcde", kinds, strict=False)}
+    router = make_router(workers)
+    for each in before:
+        act(router, *each)
+    restored, taken = restored_from(frozen(router), workers)
+    assert taken >= {rank for rank in router.ranks if router.index_of(rank).holds_any(rank)}
+    assert held(restored) == held(router)
+    for each in after:
+        act(router, *each)
+        act(restored, *each)
+    assert held(restored) == held(router)
+    for group in restored.fleet_index.groups:
+        group.index.check()
+
+
 DATA = []
 
 
