@@ -90,10 +90,12 @@ class NatsStream(LifeStream):
 
     def _work(self) -> bool:
         self._is_asleep = False
+        if not self._life_said:  # a life begins with it
+            self._say_hello()
         for _ in range(_AT_ONCE):
             if self._has_work:
                 self._apply()
-        if self.life.has_news or not self._life_said:
+        if self.life.has_news:
             self._say_hello()
         # Nobody who appends sees that we sleep when we do not.
         self._is_asleep = True

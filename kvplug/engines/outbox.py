@@ -227,7 +227,8 @@ class Outbox:
             self._num_in_flight = max(self._num_in_flight - 1, 0)
             self._sent_s = time.monotonic()
             self._on_progress()
-        self._wake.set()
+        if self._num_in_flight < len(self._messages):
+            self._wake.set()
 
     def _give_up(self, message: _Waiting) -> None:
         self.num_too_large += 1

@@ -57,7 +57,7 @@ class NatsReader:
                 )  # fmt: skip
             except (nats.errors.Error, nats.js.errors.Error, TimeoutError):
                 with suppress(nats.errors.Error, nats.js.errors.Error, TimeoutError):
-                    info = await js.stream_info(self._subjects.stream, timeout=1)
+                    info = await js.stream_info(self._subjects.stream)
                     if info.state.last_seq < self.seq:
                         self.seq = 0
                 await asyncio.sleep(0.02)
