@@ -268,11 +268,11 @@ class Checkpoints:
         """Have a snapshot come into force; None if another replica makes one, or was faster, or if
         this one follows another generation.
         """
-        self._tried_at_s = time.monotonic()
         client = await self._connection.connected()
         async with self._lease(client).held() as is_mine:
             if not is_mine:
                 return None
+            self._tried_at_s = time.monotonic()
             await self._on_step("lease")
             return await self._make(client, freeze)
 
