@@ -357,6 +357,7 @@ class Replica:
             num_rewound=reading.num_rewound,
             num_late_beats=reading.num_late,
             problems=self._shown_problems(reading.error),
+            refused=self.connection.refused,
             differences=self._streams.differences,
             replicas=self._presence.others(),
             is_double=self._presence.is_double,

@@ -27,8 +27,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     made by this replica; num_consumers: durable consumers that it has made, one after another;
     num_rewound: times that the stream was new or had lost its end; num_late_beats: signs of life
     that came 2 s before the events that they speak of; restored_bytes, ready_after_s: of its start;
-    problems: by part, a sentence; differences: of the stream from what this router would make;
-    replicas: the others; is_double: another one has its id.
+    problems: by part, a sentence; refused: what the server does not allow this router;
+    differences: of the stream from what this router would make; replicas: the others; is_double:
+    another one has its id.
     """
 
     router_id: str
@@ -49,6 +50,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     restored_bytes: int = 0
     ready_after_s: float | None = None
     problems: dict[Part, str] = {}
+    refused: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     replicas: dict[str, ReplicaSaid] = {}
     is_double: bool = False

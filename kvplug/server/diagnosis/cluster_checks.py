@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Found = Iterator[Finding]
 
 _MAX_LAG_S = 10.0
+_MAX_NAMED = 5
 _OF_STREAM = (Part.STREAM, Part.CONSUMER)
 
 
@@ -32,6 +33,13 @@ def _away(status: ReplicaStatus) -> Found:
         fix = "start the servers, or compare --nats with where they listen; the router goes on "
         fix += "with what it knows, and engines that publish there are STALE"
         yield Finding(CLUSTER, Code.NATS_AWAY, "a connection to a NATS server", seen, fix)
+
+
+def _refused(status: ReplicaStatus) -> Found:
+    if status.refused:
+        seen = f"refused: {', '.join(status.refused[:_MAX_NAMED])}"
+        fix = "give the router's key the permissions of docs/security.md (NATS)"
+        yield Finding(CLUSTER, Code.NATS_REFUSED, "permission for all that it does", seen, fix)
 
 
 def _stream(status: ReplicaStatus) -> Found:
@@ -74,5 +82,5 @@ def _double(status: ReplicaStatus) -> Found:
 
 
 _CHECKS: tuple[Callable[[ReplicaStatus], Found], ...] = (
-    _away, _stream, _snapshot, _restore, _behind, _double,
+    _away, _refused, _stream, _snapshot, _restore, _behind, _double,
 )  # fmt: skip

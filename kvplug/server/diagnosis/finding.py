@@ -46,6 +46,7 @@ class Code(StrEnum):
     CONTRADICTED = "contradicted"
     INCORRECT_ROUTING = "incorrect_routing"
     NATS_AWAY = "nats_away"
+    NATS_REFUSED = "nats_refused"
     NATS_STREAM = "nats_stream"
     SNAPSHOT_FAILED = "snapshot_failed"
     SNAPSHOT_UNUSABLE = "snapshot_unusable"

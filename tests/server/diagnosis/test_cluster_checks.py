@@ -38,6 +38,13 @@ def test_without_a_server_nothing_else_is_said_of_it():
     assert away == [(Code.NATS_AWAY, "no connection to a")]
 
 
+def test_what_the_server_refuses_is_named():
+    refused = ("publish kvplug.f.mark", *("subscription to x",) * 9)
+    [(code, seen)] = found(refused=refused)
+    assert code == Code.NATS_REFUSED
+    assert seen.startswith("refused: publish kvplug.f.mark, subscription")
+
+
 def test_lag_and_a_second_router_of_one_id():
     [(behind, seen), (double, _)] = found(lag_messages=7, lag_s=12.3, is_double=True)
     assert (behind, double) == (Code.BEHIND, Code.ROUTER_ID)
