@@ -51,6 +51,7 @@ MIN_SNAPSHOT_INTERVAL_S = 30.0
 """Between two snapshots, however many messages come."""
 _CONNECT_TIMEOUT_S: Final = 3.0
 _RESTORE_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.1
 _RETRY_S: Final = 1.0
 _LOOK_S: Final = 1.0
 _STOP_TIMEOUT_S: Final = 2.0
@@ -124,17 +125,17 @@ class Replica:
         self._preparing: Future[None] = self.connection.submit(self._prepare())
 
     async def prepared(self) -> bool:
-        """Wait until the snapshot is here, for 3 s while no server is; whether it, or the
-        knowledge that there is none, is.
+        """Wait until the snapshot is here, for 3 s while no server is, or none that can be used;
+        whether it, or the knowledge that there is none, is.
         """
-        future = asyncio.wrap_future(self._preparing)
-        for timeout_s in (_CONNECT_TIMEOUT_S, _RESTORE_TIMEOUT_S):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(future), timeout_s)
-                return True
-            if not self.connection.is_connected:
+        preparing, began_s = asyncio.wrap_future(self._preparing), time.monotonic()
+        while not preparing.done():
+            await asyncio.wait({preparing}, timeout=_POLL_S)
+            waited_s = time.monotonic() - began_s
+            is_failing = not self.connection.is_connected or Part.STREAM in self._problems
+            if waited_s > (_CONNECT_TIMEOUT_S if is_failing else _RESTORE_TIMEOUT_S):
                 break
-        return False
+        return preparing.done()
 
     @property
     def dp_sizes(self) -> dict[str, int]:

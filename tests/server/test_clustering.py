@@ -88,6 +88,20 @@ async def test_a_lost_server_is_a_finding_until_it_is_back():
             assert await asyncio.wait_for(codes_of(service), 30) == []
 
 
+async def test_a_server_without_jetstream_keeps_no_router_from_serving():
+    with nats_servers() as [node]:
+        node.stop()
+        lines = node.config.read_text().splitlines()
+        node.config.write_text("\n".join(each for each in lines if "jetstream" not in each))
+        node.start(wait=False)
+        async with asyncio.timeout(30), RouterService(config(nats=node.url)) as service:
+            await codes_of(service, "nats_stream")
+            node.stop()
+            node.config.write_text("\n".join(lines))
+            node.start()
+            await codes_of(service)
+
+
 async def codes_of(service, *wanted):
     """Once the findings about the cluster are these."""
     while True:
