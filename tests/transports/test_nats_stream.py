@@ -123,6 +123,20 @@ async def test_a_killed_server_loses_nothing(fleet, engine, read):
     assert reader.transport.reading.num_rewound == 0
 
 
+async def test_a_server_that_hangs_shows_within_five_seconds(fleet, engine, read):
+    reader = read()
+    engine.say(engine.model.hello(), engine.model.store(1))
+    await reader.is_exact(engine, [1])
+    fleet.node.pause()
+    paused_at_s = time.monotonic()
+    await until(lambda: reader.state[1].level is trust.Trust.STALE, "it is not exact any more")
+    assert time.monotonic() - paused_at_s < 5.0
+    fleet.node.resume()
+    engine.say(engine.model.store(1))
+    await reader.is_exact(engine, [1, 2])
+    assert engine.asks == []
+
+
 async def test_a_consumer_that_is_deleted_is_made_anew(fleet, engine, read):
     reader = read()
     engine.say(engine.model.hello())
