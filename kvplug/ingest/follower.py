@@ -99,6 +99,7 @@ class Follower:
         self._applier = Applier(router, rank, engine_rank, self._skips.add)
         self._clock, self._settings = clock, settings
         self._can_ask_publisher = False
+        self._is_wire_known = True
         self.sequencer: Sequencer | LifeSequencer = self._sequencer_of(is_ours=False)
         self.trust = self.sequencer.state
         self._tell_router()
@@ -212,8 +213,10 @@ class Follower:
             self.connected = True
             self.sequencer.resumed()
             self._note_trust()
-        elif not self.connected:
+        elif self.sequencer.last is not None:
             self.on_connected()
+        elif not self.connected:
+            self.connected, self._is_wire_known = True, False
 
     def position(self) -> FollowerPosition | None:
         """How far it has come, to go with a snapshot of the index; call it between two messages.
@@ -252,6 +255,8 @@ class Follower:
         if not messages:
             return
         speaks_ours = isinstance(self.sequencer, LifeSequencer)
+        if not self._is_wire_known:
+            self._learn_wire(messages[0])
         if all(is_ours(each.payload) is speaks_ours for each in (messages[0], messages[-1])):
             self.sequencer.receive(messages)
             return
@@ -260,6 +265,12 @@ class Follower:
             if are_ours is not isinstance(self.sequencer, LifeSequencer):
                 self._change_wire(part, are_ours=are_ours)
             self.sequencer.receive(part)
+
+    def _learn_wire(self, message: Message) -> None:
+        """Only a stock publisher is asked for everything as soon as it is there."""
+        self._is_wire_known = True
+        if isinstance(self.sequencer, Sequencer) and not is_ours(message.payload):
+            self.sequencer.connected()
 
     def _change_wire(self, messages: list[Message], *, are_ours: bool) -> None:
         if not (are_ours or any(map(_is_stock, messages))):

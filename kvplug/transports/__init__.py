@@ -2,6 +2,7 @@
 
 base    the contract
 zmq     event publishers of vLLM, SGLang and kvplug, encrypted or not
+nats    publishers over NATS, each by itself or in the stream of a fleet
 memory  publishers in the same process
 """
 
