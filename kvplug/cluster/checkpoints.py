@@ -30,7 +30,7 @@ from nats.aio.client import Client
 from nats.js import api
 
 from kvplug.cluster.lease import Lease
-from kvplug.cluster.manifest import Held, Manifest, ManifestKey
+from kvplug.cluster.manifest import Held, Manifest, ManifestKey, generation_of
 from kvplug.cluster.objects import BrokenObjectError, SnapshotObjects
 from kvplug.cluster.state_key import NATS_ERRORS
 from kvplug.errors import SnapshotError, TransportError
@@ -299,7 +299,7 @@ class Checkpoints:
         frozen = await freeze()
         await self._on_step("freeze")
         info = await self._stream_info(client)
-        before = held.manifest or Manifest(created=str(info.created))
+        before = held.manifest or await self._first(client, str(info.created))
         # A number that the stream does not have is of before it was made anew, or lost its end.
         is_of_stream = before.created == str(info.created) and frozen.seq <= info.state.last_seq
         if not is_of_stream or frozen.seq <= before.seq:
@@ -315,6 +315,13 @@ class Checkpoints:
         self._follow(after)
         await self._on_step("manifest")
         return manifest
+
+    async def _first(self, client: Client, created: str) -> Manifest:
+        """What the first manifest follows: if there was one that is lost, of a generation above, so
+        that its objects are collected.
+        """
+        generations = [generation_of(name) for name in await self._objects(client).names()]
+        return Manifest(created=created, generation=max(generations, default=-1) + 1)
 
     async def _floors(self, client: Client) -> list[int]:
         """What each live replica has acknowledged."""

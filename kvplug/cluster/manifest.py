@@ -78,6 +78,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.reset_generation:08d}-" <= name < (self.object or "")
 
 
+def generation_of(name: str) -> int:
+    """Of an object by its name; -1 for a name that no manifest gives."""
+    generation = name.partition("-")[0]
+    return int(generation) if generation.isascii() and generation.isdecimal() else -1
+
+
 class Held(NamedTuple):
     """The manifest that holds, None if there is none yet, and its revision."""
 

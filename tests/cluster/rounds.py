@@ -125,7 +125,7 @@ class Run:
         began_s, sent, ack = time.monotonic(), 0, None
         while sent < num_messages:
             due = min(num_messages, int(rate * (time.monotonic() - began_s)) + 1)
-            acks = [self._fleet.js.publish(*self._next(n)) for n in range(sent, due)]
+            acks = [self._fleet.js.publish(*self._next(n), timeout=60) for n in range(sent, due)]
             for ack in await asyncio.gather(*acks):  # noqa: B007 - the last one is returned
                 pass
             sent = due

@@ -281,6 +281,19 @@ async def test_a_reset_begins_a_generation_without_a_snapshot(fleet):
     watching.cancel()
 
 
+async def test_objects_of_a_manifest_that_is_lost_are_collected(fleet):
+    seq = await fleet.publish(3)
+    made = fleet.checkpoints()
+    await fleet.run(made.make(frozen(seq - 1, DATA)))
+    await fleet.run(fleet.js.purge_stream(f"KV_{fleet.subjects.state_bucket}"))
+    restored = await fleet.run(fleet.checkpoints("b").restore())
+    assert (restored.manifest, restored.seq) == (None, 0)
+    await fleet.run(made.restore())
+    manifest = await fleet.run(made.make(frozen(seq, DATA)))
+    assert (manifest.generation, manifest.seq) == (1, seq)
+    assert await fleet.run((await objects_of(fleet)).names()) == [manifest.object]
+
+
 async def test_a_stream_that_was_made_anew_is_read_from_its_beginning(fleet):
     seq = await fleet.publish(3)
     made = fleet.checkpoints()
