@@ -5,6 +5,7 @@ In:  a line of JSON.   Out: a document of JSON.
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -35,5 +36,8 @@ def answer_in_background(path, answer):
 def _serve(listener, answer):
     while True:
         connection, _ = listener.accept()
-        with connection, connection.makefile("rw") as line:
-            line.write(json.dumps(answer(json.loads(line.readline()))))
+        try:
+            with connection, connection.makefile("rw") as line:
+                line.write(json.dumps(answer(json.loads(line.readline()))))
+        except Exception:  # the next question may be answered
+            logging.exception("a question is not answered")

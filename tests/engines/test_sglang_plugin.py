@@ -113,8 +113,9 @@ def predicted(router, prompt, salt):
 
 
 def blocks_in_index(router, rank=0):
-    router.index.check()
-    return {int(name) for name in router.index.engine_hashes_of(Rank("engine", rank))}
+    with router.locked():  # or an event that comes meanwhile would look like damage
+        router.index.check()
+        return {int(name) for name in router.index.engine_hashes_of(Rank("engine", rank))}
 
 
 @uses(PUBLISHING)
