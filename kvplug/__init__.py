@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         Rank,
         Tier,
     )
+    from kvplug.forwarder.config import ZmqKvEventPublisherConfig
     from kvplug.hashing import BlockHasher
     from kvplug.index.apply_result import ApplyResult
     from kvplug.index.block_copies import BlockCopies
@@ -111,6 +112,7 @@ __all__ = [
     "UnknownRankError",
     "UnknownRequestError",
     "WorkerLostError",
+    "ZmqKvEventPublisherConfig",
     "__version__",
     "decode",
     "encode",
@@ -163,6 +165,7 @@ _HOME_OF = {
     "UnknownRankError": "kvplug.errors",
     "UnknownRequestError": "kvplug.errors",
     "WorkerLostError": "kvplug.errors",
+    "ZmqKvEventPublisherConfig": "kvplug.forwarder.config",
     "decode": "kvplug.codec",
     "encode": "kvplug.codec",
     "restore_snapshot": "kvplug.index.snapshot",

@@ -15,12 +15,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from examples import nats_permissions
 from kvplug.codec import Reason
 from kvplug.curve_keys import ServerKeys
 from kvplug.engine_plugins import BALANCE
 from kvplug.engines import nats_target
 from kvplug.engines import settings as publisher_settings
 from kvplug.engines.settings import PublisherConfig
+from kvplug.forwarder import arguments as forwarder_cli
+from kvplug.forwarder.config import ForwarderConfig
 from kvplug.index.apply_result import RejectReason
 from kvplug.ingest.applying import _UNUSABLE
 from kvplug.nats.settings import VARIABLES
@@ -168,6 +171,8 @@ def check_module(module, arguments):
         engine_cli.parse(arguments)
     elif module == "kvplug.sim":
         replay_cli._parser().parse_args(arguments)
+    elif module == "kvplug.forwarder":
+        forwarder_cli.parse(arguments, {})
     elif module == "sglang.launch_server":
         check_engine(arguments)
     elif module == "tests.chaos":
@@ -200,7 +205,9 @@ def test_targets_and_flags_in_the_text_exist(page):
 
 @functools.cache
 def all_flags():
-    parsers = (doctor._parser(), engine_cli._parser(), replay_cli._parser())
+    parsers = (
+        doctor._parser(), engine_cli._parser(), replay_cli._parser(), nats_permissions._parser()
+    )  # fmt: skip
     ours = {flag for parser in parsers for flag in parser._option_string_actions}
     return (
         ours
@@ -211,7 +218,7 @@ def all_flags():
 
 
 def of_router():
-    for config in (RouterConfig, ServerConfig, ClusterConfig):
+    for config in (RouterConfig, ServerConfig, ClusterConfig, ForwarderConfig):
         for _, known in settings_of(config):
             yield from known.flags
 

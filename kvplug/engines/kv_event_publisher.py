@@ -19,6 +19,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Final, TypedDict, Unpack, get_args
 
@@ -129,7 +130,7 @@ class KvEventPublisher:
         self,
         endpoint: str = "tcp://127.0.0.1:5557",
         *,
-        kv_block_size: int,
+        kv_block_size: int | None = None,
         dp_rank: int = 0,
         answers_at: str | None = None,
         topic: str = "",
@@ -137,6 +138,7 @@ class KvEventPublisher:
         wire: WireName = "kvplug",
         worker: str = "",
         nats: NatsSettings | None = None,
+        zmq_config: object = None,
         **about: Unpack[AboutWorker],
     ) -> None:  # fmt: skip
         """Publish from now on. ConfigError for settings that cannot be; TransportError if an
@@ -146,11 +148,18 @@ class KvEventPublisher:
 
         keys, url, cxl_pools and topology that are left out are those of the KVPLUG_* variables, and
         so are the fleet and the credentials if `nats` is.
+
+        zmq_config: a ZmqKvEventPublisherConfig of an engine whose events go from ZMQ to NATS; then
+        nothing but `endpoint` and `nats` is asked for, and no call publishes.
         """
+        if zmq_config is not None:
+            kv_block_size = getattr(zmq_config, "kv_block_size", kv_block_size)
         self._block_size = block_size_of(kv_block_size)
         variables = _variables(keys)
         hello = _hello(self._block_size, dp_rank, about, variables)
-        if nats is not None or is_nats(endpoint):
+        if zmq_config is not None:
+            self._publisher = _forwarded(zmq_config, endpoint, nats)
+        elif nats is not None or is_nats(endpoint):
             _require_no_sockets(answers_at=answers_at, topic=topic, keys=keys)
             self._publisher = _open_nats(wire, _target(endpoint, nats, worker), hello)
         else:
@@ -372,6 +381,18 @@ def _open_nats(
     if wire == "vllm":
         return target.open_batches(hello, _StockEncoder(), logger)
     return target.open_stream(hello, lambda batch: batch, logger)
+
+
+def _forwarded(
+    config: object, endpoint: str, nats: NatsSettings | None
+) -> LifeStream | NumberedBatches:
+    if nats is None and not is_nats(endpoint) and SERVERS not in os.environ:
+        raise ConfigError(f"zmq_config needs servers of NATS: expected nats, or {SERVERS}")
+    endpoint = endpoint if is_nats(endpoint) else os.environ.get(SERVERS, "")
+    # By name, as what an engine imports has no part in forwarding.
+    forwarding = import_module("kvplug.forwarder.in_process")
+    made: LifeStream = forwarding.InProcessForwarder(config, _target(endpoint, nats, "").settings)
+    return made
 
 
 def _target(endpoint: str, settings: NatsSettings | None, worker: str) -> NatsTarget:

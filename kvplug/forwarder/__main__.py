@@ -1,4 +1,4 @@
-"""The entry point: `python -m kvplug.forwarder`. See `--help`, or docs/engines.md."""
+"""The entry point: `python -m kvplug.forwarder`. See `--help`, or docs/forwarder.md."""
 
 import logging
 import os

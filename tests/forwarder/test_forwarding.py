@@ -4,11 +4,12 @@ or is told that it has not.
 
 import pytest
 
+from kvplug import ConfigError, KvEventPublisher
 from kvplug.ingest import trust
 from kvplug.nats.subjects import PublisherName
 from tests.chaos.faults import Fault, FaultPlan, Odds
 from tests.chaos.proxy import EventProxy
-from tests.forwarder.engines import WORKER, engine, forwarding
+from tests.forwarder.engines import WORKER, config_of, engine, forwarding
 from tests.nats_servers import nats_servers
 from tests.plugins.nats_reader import make_stream, reading
 from tests.waiting import until
@@ -187,3 +188,19 @@ async def test_without_a_local_indexer_only_past_events_are_said_again(url):
             assert end.next == hello.next == forwarder.engines[0].wire.life.position[1]
             events = (await reader.ask(reader.life, 0))[1:-1]
             assert [each.number for each in events] == list(range(end.next))
+
+
+async def test_a_publisher_of_a_program_forwards_one_engine(url):
+    with engine(is_ours=True) as ours:
+        ours.store(100)
+        with KvEventPublisher(url, zmq_config=config_of(ours)) as publisher:
+            async with reading(url, NAME) as reader:
+                await is_exact(reader, ours)
+            assert publisher.endpoint == f"nats://{NAME}"
+            assert publisher.num_dropped == 0
+            with pytest.raises(ConfigError, match="expected no publish call"):
+                publisher.publish_all_cleared()
+    with pytest.raises(ConfigError, match="zmq_config must be"):
+        KvEventPublisher(url, kv_block_size=4, zmq_config="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="needs servers of NATS"):
+        KvEventPublisher(zmq_config=config_of(ours, zmq_endpoint="tcp://127.0.0.1:1"))
