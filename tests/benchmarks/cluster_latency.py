@@ -35,16 +35,15 @@ class Way:
         self._open()
 
     def _open(self) -> None:
-        worker = f"http://{self.name}:8000"
-        case = {"what": "open", "workers": [worker], "via": self.name}
-        if self._nats is None:
-            endpoints = self.publisher.measure({**case, "endpoint": "tcp://127.0.0.1:0"})
-            self.replica.measure({**case, "endpoints": endpoints, "looks": True})
-        else:
+        via = self.name if self.name in ("zmq", "core") else "stream"
+        case = {"what": "open", "workers": [f"http://{self.name}:8000"], "via": via, "looks": True}
+        case |= {"endpoint": "tcp://127.0.0.1:0", "fleet": self.name}
+        if self._nats is not None:
+            case |= {"endpoint": self._nats.url, "servers": self._nats.url}
+        if via == "stream":
             self._nats.prepare(self.name)
-            where = {"fleet": self.name, "servers": self._nats.url}
-            self.publisher.measure({**case, **where, "endpoint": self._nats.url})
-            self.replica.measure({**case, **where, "endpoints": [self._nats.url], "looks": True})
+        case["endpoints"] = self.publisher.measure(case)
+        self.replica.measure(case)
         self.replica.measure({"what": "trusts"})
 
     def round(self, rate: int, num_messages: int) -> dict[str, Any]:

@@ -18,6 +18,12 @@ from kvplug.index.apply_result import ApplyResult
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
+from kvplug.nats.connection import NatsConnection
+from kvplug.nats.settings import NatsSettings
+from kvplug.nats.subjects import PublisherName, Subjects
+from kvplug.topics import Topic
+from kvplug.transports import TRANSPORTS
+from kvplug.transports.nats import NatsTransport
 from tests.benchmarks.cluster_events import BLOCK_SIZE, tokens_of
 from tests.benchmarks.sides import serve
 
@@ -57,15 +63,26 @@ class Replica:
     def __init__(self, case: dict[str, Any]) -> None:
         looks, self.blocks_per_event = case.get("looks", False), case.get("blocks", 16)
         self.router = TimingRouter(looks=looks, blocks_per_event=self.blocks_per_event)
-        self.events = EventThread()
+        self._connection = None if case["via"] == "zmq" else _connected(case)
+        self._transport = self._connection and _transport(self._connection)
+        self.events = EventThread({**TRANSPORTS, "nats": lambda: self._transport})
         self.events.start()
-        self.followers = []
         self.cpu_s = time.process_time()
-        for worker, endpoint in zip(case["workers"], case["endpoints"], strict=True):
+        for worker in case["workers"]:
             self.router.add_worker(worker)
-            follower = Follower(self.router, Rank(worker))
-            self.followers.append(follower)
-            self.events.follow(follower, endpoint)
+        self.followers = [Follower(self.router, Rank(worker)) for worker in case["workers"]]
+        if case["via"] == "stream":
+            self._read_stream(case["workers"])
+        else:
+            for follower, endpoint in zip(self.followers, _endpoints(case), strict=True):
+                self.events.follow(follower, endpoint)
+
+    def _read_stream(self, workers: list[str]) -> None:
+        """From its first message on."""
+        self.events.bind("nats://")
+        for follower, worker in zip(self.followers, workers, strict=True):
+            self.events.follow_topic(follower, Topic(f"kv@{PublisherName(worker, 0)}"))
+        self._transport.start_after(0)
 
     @property
     def num_stored(self) -> int:
@@ -73,6 +90,26 @@ class Replica:
 
     def close(self) -> None:
         self.events.stop()
+        if self._connection is not None:
+            self._connection.stop()
+
+
+def _connected(case: dict[str, Any]) -> NatsConnection:
+    settings = NatsSettings(servers=tuple(case["servers"].split(",")), fleet=case["fleet"])
+    connection = NatsConnection(settings, f"router-{case.get('router', 'bench')}")
+    connection.start()
+    return connection
+
+
+def _transport(connection: NatsConnection) -> NatsTransport:
+    subjects = Subjects(connection.settings.fleet)
+    return NatsTransport(connection, subjects, connection.name.removeprefix("router-"))
+
+
+def _endpoints(case: dict[str, Any]) -> list[str]:
+    if case["via"] == "zmq":
+        return case["endpoints"]
+    return [f"nats://{PublisherName(worker, 0)}" for worker in case["workers"]]
 
 
 replicas: list[Replica] = []
