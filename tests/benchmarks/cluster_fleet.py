@@ -40,6 +40,7 @@ class BareRank:
         self.name = PublisherName(worker, 0)
         self.life = Life(WorkerHello(block_size=BLOCK_SIZE, engine="bench"), history_bytes=0)
         self._next, self._held, self._removes = number << 16, deque[int](), False
+        self.num_stored = 0
 
     def said(self, num_events: int, num_blocks: int) -> list[Numbered]:
         """The next message."""
@@ -52,6 +53,7 @@ class BareRank:
             return EventBatch(events=(BlockRemoved(block_hashes=names),))
         self._held.append(self._next)
         self._next += 1
+        self.num_stored += num_blocks
         return stored(self._next - 1, num_blocks)
 
 
@@ -88,6 +90,9 @@ class Streamed:
     async def close(self) -> None:
         await self._client.close()
 
+    def await_replicas(self, num: int) -> None:
+        """The stream waits for them."""
+
     def endpoints(self) -> list[str]:
         return []
 
@@ -97,13 +102,15 @@ class Direct:
 
     def __init__(self, case: dict[str, Any], ranks: list[BareRank]) -> None:
         del case
+        self._ranks = ranks
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._sockets: dict[PublisherName, zmq.Socket[bytes]] = {}
         self._endpoints = []
         for rank in ranks:
-            socket = self._context.socket(zmq.PUB)
+            socket = self._context.socket(zmq.XPUB)
             socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             self._endpoints.append(f"tcp://127.0.0.1:{port}")
             self._sockets[rank.name] = socket
@@ -120,6 +127,15 @@ class Direct:
 
     async def settle(self) -> None:
         """Sent is sent."""
+
+    def await_replicas(self, num: int) -> None:
+        """Then a hello, as to each newcomer."""
+        for rank in self._ranks:
+            socket = self._sockets[rank.name]
+            for _ in range(num):
+                assert socket.poll(30_000), "a replica has not subscribed"
+                socket.recv()
+            socket.send_multipart((b"", bytes(8), rank.life.hello().payload))
 
     async def close(self) -> None:
         self._context.destroy(linger=0)
@@ -167,7 +183,8 @@ class Fleet:
         elapsed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         ended.set()
         await beating
-        return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "bytes": num_bytes}
+        num_stored = sum(rank.num_stored for rank in self._ranks)
+        return {"elapsed_s": elapsed_s, "cpu_s": cpu_s, "bytes": num_bytes, "stored": num_stored}
 
 
 fleets: list[Fleet] = []
@@ -177,6 +194,8 @@ def measure(case: dict[str, Any]) -> Any:
     if case["what"] == "open":
         fleets.append(Fleet(case))
         return fleets[0].carrier.endpoints()
+    if case["what"] == "await":
+        return fleets[0].carrier.await_replicas(case["num"])
     if case["what"] == "paced":
         [fleet] = fleets
         return fleet.loop.run_until_complete(fleet.paced(case["rate"], case["num"]))

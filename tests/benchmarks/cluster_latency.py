@@ -2,7 +2,7 @@
 servers, in turns.
 
 In:  rates, rounds.
-Out: {"way@rate": {"p50_us", "p99_us" with the spread of the rounds, "cpu_us" of each process}}
+Out: {"way@rate": {"p25_us" to "p99_us", the spread of the rounds, "cpu_us" of each process}}
 
 A way is a publisher, a replica and its servers; they live through the whole measurement, and each
 round sends the same number of messages through each of them. CPU is that of whole processes per
@@ -98,15 +98,17 @@ def _servers_of(name: str, stack: ExitStack) -> Servers | None:
 
 
 def _row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    p50s = [statistics.median(each["latencies"]) for each in rounds]
-    p99s = [sorted(each["latencies"])[int(0.99 * len(each["latencies"]))] for each in rounds]
-    cpu = [statistics.median(values) for values in zip(*(r["cpu"] for r in rounds), strict=True)]
-    return {
-        "p50_us": round(statistics.median(p50s)),
-        "p50_spread_us": [round(min(p50s)), round(max(p50s))],
-        "p99_us": round(statistics.median(p99s)),
-        "p99_spread_us": [round(min(p99s)), round(max(p99s))],
-        "cpu_us": dict(
-            zip(("publisher", "server", "replica"), [round(c) for c in cpu], strict=True)
-        ),
+    """Of each round its percentiles; of those the median, and the spread of two of them."""
+    at = {"p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99}
+    found = {
+        name: [
+            sorted(each["latencies"])[int(share * (len(each["latencies"]) - 1))] for each in rounds
+        ]
+        for name, share in at.items()
     }
+    row: dict[str, Any] = {f"{n}_us": round(statistics.median(v)) for n, v in found.items()}
+    row |= {f"{n}_spread_us": [round(min(found[n])), round(max(found[n]))] for n in ("p50", "p99")}
+    cpu = [statistics.median(values) for values in zip(*(r["cpu"] for r in rounds), strict=True)]
+    names = ("publisher", "server", "replica")
+    row["cpu_us"] = {name: round(us) for name, us in zip(names, cpu, strict=True)}
+    return row

@@ -71,12 +71,14 @@ def run(each: Run, num_s: float) -> Seen:
         readers = stack.enter_context(side("readers"))
         if nats is not None:
             readers.measure({**case, "num": each.num_readers})
-        fleet.measure({"what": "paced", "rate": each.rate, "num": each.rate})
+        fleet.measure({"what": "await", "num": each.num_replicas})
+        said = fleet.measure({"what": "paced", "rate": each.rate, "num": each.rate})
         for replica in replicas:
-            replica.measure({"what": "cpu"})
+            replica.measure({"what": "await", "blocks": said["stored"]})
         before_s = nats.cpu_s() if nats else 0.0
         said = fleet.measure({"what": "paced", "rate": each.rate, "num": int(each.rate * num_s)})
-        taken = [replica.measure({"what": "cpu"}) for replica in replicas]
+        case = {"what": "await", "blocks": said["stored"]}
+        taken = [replica.measure(case)["cpu_s"] for replica in replicas]
         server_s = nats.cpu_s() - before_s if nats else 0.0
         elapsed_s = said["elapsed_s"]
         return Seen(server_s / elapsed_s, statistics.mean(taken) / elapsed_s, _message_bytes(nats))
