@@ -24,6 +24,7 @@ from kvplug import Rank, Router, RouterConfig
 from kvplug.cluster.checkpoints import Checkpoints, CheckpointSettings
 from kvplug.cluster.fleet_snapshot import FrozenFleet, freeze, restore_fleet
 from kvplug.ingest.follower import Follower
+from kvplug.kernels import compile_all
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import Subjects
@@ -83,9 +84,8 @@ def _row(rounds: list[dict[str, float]]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in rounds[0]:
         values = [each[name] for each in rounds]
-        row[name] = {"": round(statistics.median(values), 3)}
-        if len(values) > 1:
-            row[name]["spread"] = f"{min(values):.3f} - {max(values):.3f}"
+        row[name] = round(statistics.median(values), 3)
+        row[f"{name} spread"] = [round(min(values), 3), round(max(values), 3)]
     return row
 
 
@@ -120,6 +120,7 @@ class Filled:
 
 
 def main(url: str, fleet: str, num_blocks: int, num_ranks: int, shared: bool) -> None:
+    compile_all()  # as a router does before it begins
     filled = Filled(num_blocks, num_ranks, shared=shared)
     connection = NatsConnection(NatsSettings(servers=(url,), fleet=fleet), "router-bench")
     connection.start()
