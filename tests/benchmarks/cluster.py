@@ -5,6 +5,8 @@ usage: python -m tests.benchmarks.cluster [--only PART,PART] [--rounds N]
     latency  from publish() to the block being found: ZMQ, NATS core, one server, three
     rate     blocks a second that a replica on one core takes from the stream
     server   what a message and a consumer cost the server
+    restore  making a snapshot, how long events wait for it, and starting from it
+    sync     what it costs replicas and the server to share load
     sizing   fleets of up to 1,000 ranks and 16 replicas on paper, checked by runs
 
 Ways take turns, round by round, as the machine is not this program's alone. Prints medians with
@@ -22,7 +24,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks import cluster_latency, cluster_rate, cluster_server, cluster_sizing
+from tests.benchmarks import (
+    cluster_latency,
+    cluster_rate,
+    cluster_restore,
+    cluster_server,
+    cluster_sizing,
+    cluster_sync,
+)
 from tests.benchmarks.sides import ROOT
 
 RESULT = ROOT / "bench-results" / "cluster.json"
@@ -33,6 +42,8 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "latency": lambda num_rounds: cluster_latency.measure(RATES, num_rounds, ROUND_S),
     "rate": cluster_rate.measure,
     "server": lambda num_rounds: cluster_server.measure(SERVER_RATES, num_rounds, ROUND_S),
+    "restore": lambda num_rounds: cluster_restore.measure(max(1, num_rounds // 2)),
+    "sync": lambda num_rounds: cluster_sync.measure(max(1, num_rounds // 2), ROUND_S),
     "sizing": lambda num_rounds: cluster_sizing.measure(max(1, num_rounds // 2), ROUND_S),
 }
 

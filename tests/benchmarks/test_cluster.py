@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.benchmarks import cluster_latency, cluster_server
+from tests.benchmarks import cluster_latency, cluster_rate, cluster_restore, cluster_server
 from tests.benchmarks.cluster_model import Costs, Fleet, at, of_direct, of_stream
 
 COSTS = Costs(
@@ -13,9 +13,25 @@ COSTS = Costs(
 
 @pytest.mark.slow
 def test_latencies_are_measured():
-    rows = cluster_latency.measure((500,), num_rounds=1, round_s=0.2, ways=("zmq",))
-    assert rows.keys() == {"zmq@500"}
-    assert 0 < rows["zmq@500"]["p50_us"] <= rows["zmq@500"]["p99_us"]
+    ways = ("zmq", "core", "r1")
+    rows = cluster_latency.measure((500,), num_rounds=1, round_s=0.2, ways=ways)
+    assert rows.keys() == {f"{way}@500" for way in ways}
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
+
+
+@pytest.mark.slow
+def test_a_replica_takes_blocks_from_the_stream():
+    rows = cluster_rate.measure(1, (cluster_rate.Shape(64, 16, 50),))
+    assert rows["64 events of 16 blocks"]["M_blocks_per_cpu_s"] > 0.1
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_made_and_restored():
+    case = cluster_restore.Case(50_000, 2, shared=False)
+    row = cluster_restore.measure(1, (case,))[str(case)]
+    assert 40 < row["bytes_a_block"] < 60
+    assert 0 < row["pause_s"] < row["made_s"]
+    assert 0 < row["ready_s"]
 
 
 @pytest.mark.slow
