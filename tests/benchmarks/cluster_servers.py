@@ -57,7 +57,7 @@ class Servers:
         streams = Streams(
             connection,
             Subjects(fleet),
-            StreamSettings(num_replicas=len(self._nodes), max_bytes=2**32),
+            StreamSettings(num_replicas=len(self._nodes), max_bytes=2**28),
         )
         try:
             _again(lambda: connection.submit(streams.ensure()).result())
