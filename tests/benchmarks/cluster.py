@@ -34,6 +34,7 @@ from tests.benchmarks import (
 )
 from tests.benchmarks.sides import ROOT
 
+SPREAD = " spread"
 RESULT = ROOT / "bench-results" / "cluster.json"
 RATES, SERVER_RATES, ROUND_S = (100, 1000), (1000, 4000), 4.0
 
@@ -58,18 +59,24 @@ def main() -> None:
     for name in arguments.only.split(","):
         rows = PARTS[name](arguments.rounds)
         results[name] = rows
-        Console(width=140).print(table_of(name, rows))
+        Console(width=40 + 22 * len(rows)).print(table_of(name, rows))
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table_of(name: str, rows: dict[str, dict[str, Any]]) -> Table:
-    """A row for each case, a column for each figure."""
-    columns = dict.fromkeys(column for row in rows.values() for column in row)
-    table = Table("case", *columns, title=name)
-    for case, row in rows.items():
-        table.add_row(case, *(_cell(row.get(column, "")) for column in columns))
+    """A row for each figure, a column for each case; the spread of the rounds in brackets."""
+    figures = dict.fromkeys(figure for row in rows.values() for figure in row)
+    table = Table("", *rows, title=name)
+    for figure in figures:
+        if not figure.endswith(SPREAD):
+            table.add_row(figure, *(_with_spread(row, figure) for row in rows.values()))
     return table
+
+
+def _with_spread(row: dict[str, Any], figure: str) -> str:
+    spread = row.get(f"{figure}{SPREAD}")
+    return _cell(row.get(figure, "")) + (f" ({_cell(spread)})" if spread else "")
 
 
 def _cell(value: object) -> str:

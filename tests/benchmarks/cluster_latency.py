@@ -107,7 +107,7 @@ def _row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         for name, share in at.items()
     }
     row: dict[str, Any] = {f"{n}_us": round(statistics.median(v)) for n, v in found.items()}
-    row |= {f"{n}_spread_us": [round(min(found[n])), round(max(found[n]))] for n in ("p50", "p99")}
+    row |= {f"{n}_us spread": [round(min(found[n])), round(max(found[n]))] for n in ("p50", "p99")}
     cpu = [statistics.median(values) for values in zip(*(r["cpu"] for r in rounds), strict=True)]
     names = ("publisher", "server", "replica")
     row["cpu_us"] = {name: round(us) for name, us in zip(names, cpu, strict=True)}

@@ -110,7 +110,7 @@ def _row(num_bytes: float, rounds: list[dict[str, float]]) -> dict[str, Any]:
     rates = [each["rate"] for each in rounds]
     return {
         "M_blocks_per_s": round(median["rate"], 2),
-        "spread": [round(min(rates), 2), round(max(rates), 2)],
+        "M_blocks_per_s spread": [round(min(rates), 2), round(max(rates), 2)],
         "M_blocks_per_cpu_s": round(median["per_cpu"], 2),
         "cpu_us": {name: round(median[f"{name}_us"], 1) for name in ("replica", "server")},
         "bytes": round(num_bytes),

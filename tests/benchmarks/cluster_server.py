@@ -71,7 +71,7 @@ def _rows(name: str, consumers: tuple[int, ...], rounds: list[list[float]]) -> d
     for n, values in zip(consumers, zip(*rounds, strict=True), strict=True):
         spread = [round(min(values), 1), round(max(values), 1)]
         rows[f"{name}, {n} consumers"] = {
-            "server_us": round(statistics.median(values), 1), "spread_us": spread
+            "server_us": round(statistics.median(values), 1), "server_us spread": spread
         }  # fmt: skip
     medians = [row["server_us"] for row in rows.values()]
     slope, first = np.polyfit(consumers, medians, 1)
