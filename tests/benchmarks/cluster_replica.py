@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-from kvplug.transports.nats import NatsTransport
-
 from kvplug import Rank, Router, RouterConfig
 from kvplug.index.apply_result import ApplyResult
 from kvplug.ingest.event_thread import EventThread
@@ -26,6 +24,7 @@ from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName, Subjects
 from kvplug.topics import Topic
 from kvplug.transports import TRANSPORTS
+from kvplug.transports.nats import NatsTransport
 from tests.benchmarks.cluster_events import BLOCK_SIZE, tokens_of
 from tests.benchmarks.sides import serve
 
