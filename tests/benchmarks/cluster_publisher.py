@@ -55,6 +55,7 @@ def measure(case: dict[str, Any]) -> Any:
 def open_all(case: dict[str, Any]) -> list[str]:
     """Publishers of all workers of the case; their endpoints."""
     os.environ["KVPLUG_NATS_FLEET"] = case.get("fleet", "default")
+    os.environ["KVPLUG_NATS_STREAM"] = "off" if case["via"] == "core" else "on"
     for number, worker in enumerate(case["workers"], len(engines)):
         more = {} if case["endpoint"].startswith("tcp") else {"worker": worker}
         publisher = KvEventPublisher(case["endpoint"], kv_block_size=BLOCK_SIZE, **more)

@@ -82,7 +82,7 @@ class Replica:
         """From its first message on."""
         self.events.bind("nats://")
         for follower, worker in zip(self.followers, workers, strict=True):
-            self.events.follow_topic(follower, Topic(f"kv@{PublisherName(worker, 0)}"))
+            self.events.follow_topic(follower, Topic(str(PublisherName(worker, 0))))
         self._transport.start_after(0)
 
     @property
