@@ -12,6 +12,7 @@ from kvplug.events import BlockStored, EventBatch, Namespace
 from kvplug.protocol import WorkerHello
 
 BLOCK_SIZE = 16
+PROMPT_BLOCKS = 256
 _VOCABULARY = 150_000
 _ID_BITS = 10
 
@@ -28,13 +29,14 @@ def blocks_of(event: int, num_blocks: int) -> list[int]:
     return list(range(first, first + num_blocks))
 
 
-def stored(event: int, num_blocks: int) -> EventBatch:
-    """As an engine's plug-in hands it to its publisher."""
+def stored(event: int, num_blocks: int, parent: int | None = None) -> EventBatch:
+    """As an engine's plug-in hands it to its publisher; behind block `parent`."""
     one = BlockStored(
         block_hashes=tuple(blocks_of(event, num_blocks)),
         token_ids=tuple(tokens_of(event, num_blocks)),
         block_size=BLOCK_SIZE,
-        namespace=Namespace(),
+        parent=parent,
+        namespace=None if parent is not None else Namespace(),
     )
     return EventBatch(events=(one,))
 
@@ -42,8 +44,17 @@ def stored(event: int, num_blocks: int) -> EventBatch:
 def said(
     first: int, num_messages: int, events_per_message: int, num_blocks: int
 ) -> Iterator[Numbered]:
-    """A whole life: its hello, then messages of so many events, each of so many blocks."""
+    """A whole life: its hello, then messages of so many events, each of so many blocks. Prompts
+    have 256 blocks, 4,096 tokens.
+    """
     life = Life(WorkerHello(block_size=BLOCK_SIZE, engine="bench"), history_bytes=0)
     yield life.hello()
     for at in range(first, first + num_messages * events_per_message, events_per_message):
-        yield from life.apply(stored(n, num_blocks) for n in range(at, at + events_per_message))
+        yield from life.apply(_next(n, num_blocks) for n in range(at, at + events_per_message))
+
+
+def _next(event: int, num_blocks: int) -> EventBatch:
+    """The next part of a prompt."""
+    is_first = event % max(1, PROMPT_BLOCKS // num_blocks) == 0
+    parent = None if is_first else blocks_of(event - 1, num_blocks)[-1]
+    return stored(event, num_blocks, parent)
