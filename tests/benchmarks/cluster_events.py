@@ -6,13 +6,14 @@ In:  the number of an event.   Out: its token ids, and the engine's ids of its b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 from kvplug.engines.life import Life, Numbered
-from kvplug.events import BlockStored, EventBatch, Namespace
+from kvplug.events import BlockRemoved, BlockStored, EventBatch, Namespace
 from kvplug.protocol import WorkerHello
 
 BLOCK_SIZE = 16
-PROMPT_BLOCKS = 256
+PROMPT_BLOCKS, HELD_PROMPTS = 256, 64
 _VOCABULARY = 150_000
 _ID_BITS = 10
 
@@ -42,19 +43,29 @@ def stored(event: int, num_blocks: int, parent: int | None = None) -> EventBatch
 
 
 def said(
-    first: int, num_messages: int, events_per_message: int, num_blocks: int
-) -> Iterator[Numbered]:
-    """A whole life: its hello, then messages of so many events, each of so many blocks. Prompts
-    have 256 blocks, 4,096 tokens.
+    num_messages: int, events_per_message: int, num_blocks: int
+) -> Iterator[tuple[Numbered, int]]:
+    """A whole life, message by message: its hello, then so many events each of so many blocks; and
+    how many blocks each stores. An engine that is full: it removes as much as it stores.
     """
     life = Life(WorkerHello(block_size=BLOCK_SIZE, engine="bench"), history_bytes=0)
-    yield life.hello()
-    for at in range(first, first + num_messages * events_per_message, events_per_message):
-        yield from life.apply(_next(n, num_blocks) for n in range(at, at + events_per_message))
+    yield life.hello(), 0
+    events = _events_of_a_full_engine(num_blocks)
+    for _ in range(num_messages):
+        some = [next(events) for _ in range(events_per_message)]
+        num_stored = sum(isinstance(each.events[0], BlockStored) for each in some) * num_blocks
+        [message] = life.apply(some)
+        yield message, num_stored
 
 
-def _next(event: int, num_blocks: int) -> EventBatch:
-    """The next part of a prompt."""
-    is_first = event % max(1, PROMPT_BLOCKS // num_blocks) == 0
-    parent = None if is_first else blocks_of(event - 1, num_blocks)[-1]
-    return stored(event, num_blocks, parent)
+def _events_of_a_full_engine(num_blocks: int) -> Iterator[EventBatch]:
+    """Prompts of 4,096 tokens, of which it holds 64, and then the oldest one goes."""
+    length = max(1, PROMPT_BLOCKS // num_blocks)
+    for first in count(step=length):
+        for event in range(first, first + length):
+            parent = blocks_of(event - 1, num_blocks)[-1] if event > first else None
+            yield stored(event, num_blocks, parent)
+        gone = first - HELD_PROMPTS * length
+        for event in range(gone, gone + length) if gone >= 0 else ():
+            names = tuple(blocks_of(event, num_blocks))
+            yield EventBatch(events=(BlockRemoved(block_hashes=names),))

@@ -4,7 +4,8 @@ In:  shapes of messages, rounds.
 Out: {"N events of M blocks": {"M_blocks_per_s", "M_blocks_per_cpu_s", "cpu_us" a message, of the
 replica and of the server}}
 
-The stream has all of it before the replica comes. Servers run on the other core.
+The stream has all of it before the replica comes; half of the blocks are stored, half removed.
+Servers run on the other core.
 """
 
 from __future__ import annotations
@@ -57,24 +58,33 @@ def measure(num_rounds: int, shapes: tuple[Shape, ...] = SHAPES) -> dict[str, An
     with ExitStack() as stack:
         nats = stack.enter_context(servers(1))
         nats.pin(CORES[-1])
-        sizes = {shape: fill(nats, shape) for shape in shapes}
+        filled = {shape: fill(nats, shape) for shape in shapes}
         replica = stack.enter_context(side("replica"))
         for number in range(num_rounds + 1):
             for shape in shapes:
-                result = _round(nats, replica, shape)
+                result = _round(nats, replica, shape, filled[shape].num_stored)
                 if number:  # the first warms up
                     rounds[shape].append(result)
-    return {str(each): _row(sizes[each], found) for each, found in rounds.items()}
+    return {str(each): _row(filled[each].message_bytes, found) for each, found in rounds.items()}
 
 
-def fill(nats: Servers, shape: Shape) -> float:
-    """Put all of it into the stream of a fleet of its own; bytes a message there."""
+class Filled(NamedTuple):
+    """What is in a stream."""
+
+    message_bytes: float
+    num_stored: int
+
+
+def fill(nats: Servers, shape: Shape) -> Filled:
+    """Put all of it into the stream of a fleet of its own."""
     nats.prepare(shape.fleet)
-    messages = said(0, shape.num_messages, shape.num_events, shape.num_blocks)
+    messages, stored = zip(
+        *said(shape.num_messages, shape.num_events, shape.num_blocks), strict=True
+    )
     subject = Subjects(shape.fleet).events(PublisherName(WORKER, 0))
     nats.run(lambda js: _publish(js, subject, messages))
     state = nats.state(shape.fleet)
-    return state.bytes / state.messages
+    return Filled(state.bytes / state.messages, sum(stored))
 
 
 async def _publish(js: JetStreamContext, subject: str, messages: Iterable[Numbered]) -> None:
@@ -86,19 +96,19 @@ async def _publish(js: JetStreamContext, subject: str, messages: Iterable[Number
     await js.publish_async_completed()
 
 
-def _round(nats: Servers, replica: Side, shape: Shape) -> dict[str, float]:
+def _round(nats: Servers, replica: Side, shape: Shape, num_stored: int) -> dict[str, float]:
     case = {
         "what": "open", "via": "stream", "servers": nats.url, "fleet": shape.fleet,
         "workers": [WORKER], "core": CORES[0],
     }  # fmt: skip
     before_s = nats.cpu_s()
     replica.measure(case)
-    got = replica.measure({"what": "await", "blocks": shape.all_blocks})
+    got = replica.measure({"what": "await", "blocks": num_stored})
     server_s = nats.cpu_s() - before_s
     replica.measure({"what": "close"})
-    (first, began), (last, ended) = got["found"][0], got["found"][-1]
+    (_, began), (_, ended) = got["found"][0], got["found"][-1]
     return {
-        "rate": (last - first) / (ended - began) * 1e3,
+        "rate": shape.all_blocks / (ended - began) * 1e3,
         "per_cpu": shape.all_blocks / got["cpu_s"] / 1e6,
         "replica_us": got["cpu_s"] / shape.num_messages * 1e6,
         "server_us": server_s / shape.num_messages * 1e6,
