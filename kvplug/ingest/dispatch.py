@@ -47,6 +47,7 @@ class TopicDispatcher:
         self.unknown: Counter[str] = Counter()
         self._followers: dict[Topic, Follower] = {}
         self._by_topic: dict[bytes, Follower] = {}
+        self._unfollowed: set[bytes] = set()
         self._suspects: set[Follower] = set()
         self._touched: set[Follower] = set()
         self._is_interrupted = False
@@ -67,6 +68,7 @@ class TopicDispatcher:
                 f"{str(taken[0])!r} already; expected a topic of its own for each worker"
             )
         self._followers[topic] = follower
+        self._unfollowed.clear()
         follower.can_replay = self.can_ask
         if self._is_interrupted:
             follower.on_interrupted()
@@ -170,12 +172,17 @@ class TopicDispatcher:
     def _find(self, name: bytes, num_messages: int) -> Follower | None:
         """Who has this topic; if nobody has, so many messages are counted."""
         text = name.decode(errors="backslashreplace")
+        if name in self._unfollowed:
+            self._count_unknown(text, num_messages)
+            return None
         topic = Topic.parse(text)
         for registered, follower in self._followers.items():
             if topic is not None and registered.matches(topic):
                 if len(self._by_topic) < _MAX_CACHED_TOPICS:
                     self._by_topic[name] = follower
                 return follower
+        if len(self._unfollowed) < _MAX_CACHED_TOPICS:
+            self._unfollowed.add(name)
         self._count_unknown(text, num_messages)
         return None
 
