@@ -12,6 +12,7 @@ from kvplug.engines.nats_stream import NatsStream
 from kvplug.events import BlockRemoved, BlockStored, CxlState, CxlStateTransition, EventBatch, Tier
 from kvplug.index.cxl import CxlBlocks
 from kvplug.nats.connection import NatsConnection
+from kvplug.nats.permissions import PUBLISHER_NAME
 from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName
 from kvplug.protocol import WorkerHello
@@ -77,11 +78,12 @@ class Publishing:
 
 
 @asynccontextmanager
-async def publishing(node, num_engines, fleet="f"):
-    """Yields the engines and the router that missed nothing."""
+async def publishing(node, num_engines, fleet="f", **keys):
+    """Yields the engines and the router that missed nothing. `keys`: more of NatsSettings."""
     reference = Router(RouterConfig(block_size=BLOCK_SIZE))
     async with AsyncExitStack() as stack:
-        connection = NatsConnection(NatsSettings(servers=(node.url,), fleet=fleet), "engines")
+        settings = NatsSettings(servers=(node.url,), fleet=fleet, **keys)
+        connection = NatsConnection(settings, PUBLISHER_NAME)
         connection.start()
         stack.callback(connection.stop)
         engines = []
