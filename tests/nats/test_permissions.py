@@ -10,10 +10,18 @@ import pytest
 from nats.js import api
 
 from examples import nats_permissions
+from kvplug import Rank, Router, RouterConfig
+from kvplug.cluster.replica import Replica, ReplicaSettings
+from kvplug.cluster.streams import Streams, StreamSettings
+from kvplug.ingest.event_thread import EventThread
+from kvplug.ingest.follower import Follower
+from kvplug.ingest.trust import Trust
 from kvplug.nats import permissions
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName, Subjects
+from kvplug.topics import Topic
+from kvplug.transports import TRANSPORTS
 from tests.forwarder.engines import engine, forwarding
 from tests.nats.keys import Operator, User, make_certificates, tls_lines
 from tests.nats_servers import nats_servers
@@ -241,3 +249,50 @@ async def test_a_forwarder_needs_no_more_over_tls(tmp_path):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_whole_router_needs_no_more(tmp_path):
+    async with guarded(tmp_path, "nkeys") as (url, options):
+        keys = {name: Path(each["nkeys_seed"]) for name, each in options.items()}
+        settings = {name: NatsSettings(servers=(url,), nkey_file=key) for name, key in keys.items()}
+        await ensure_streams(settings["operator"])
+        with engine(is_ours=True) as ours, forwarding(settings["engine"], ours):
+            ours.store(100, 3)
+            async with replicating(settings["router"]) as (replica, router, follower):
+                await until(lambda: follower.trust.level is Trust.EXACT, "it is exact")
+                names = router.index.engine_hashes_of(Rank(WORKER))
+                assert {int(name) for name in names} == ours.held
+                made = replica.connection.submit(replica._checkpoints.make(replica._freeze))
+                assert (await asyncio.wrap_future(made)).object
+                assert replica.status.refused == ()
+                assert not replica.status.problems
+
+
+async def ensure_streams(settings):
+    """As an operator makes them, once."""
+    connection = NatsConnection(settings, "operator")
+    connection.start()
+    streams = Streams(connection, SUBJECTS, StreamSettings())
+    await asyncio.wrap_future(connection.submit(streams.ensure()))
+    connection.stop()
+
+
+@asynccontextmanager
+async def replicating(settings):
+    """A replica with its router, and the follower of the worker."""
+    router = Router(RouterConfig(block_size=4))
+    router.add_worker(WORKER)
+    replica = Replica(router, ReplicaSettings(nats=settings, router_id="a"))
+    thread = EventThread({**TRANSPORTS, "nats": lambda: replica.transport})
+    thread.start()
+    replica.start(thread)
+    try:
+        assert await replica.prepared()
+        replica.restore()
+        follower = Follower(router, Rank(WORKER))
+        thread.follow_topic(follower, Topic.parse(f"kv@{MINE}"))
+        replica.follow(lambda: [follower])
+        yield replica, router, follower
+    finally:
+        thread.stop()
+        await replica.stop()
