@@ -197,6 +197,15 @@ sim-outcome: $(READY)  ## the requests of bench-outcome in virtual time; ONLY=na
 sim-modes: $(READY)  ## each router mode, credit and label against kv and turns, in virtual time; 3 minutes; ONLY=name,name SEEDS=N; bench-results/sim-modes.json
 	$(BIN)/python -m tests.benchmarks.sim_modes $(if $(ONLY),--only $(ONLY)) $(if $(SEEDS),--seeds $(SEEDS))
 
+.PHONY: sim-sync
+sim-sync: SEEDS ?= 3
+sim-sync: $(READY)  ## 2 and 4 routers before one fleet, with and without replica sync, late and lost messages, in virtual time; ONLY=name,name SEEDS=3; bench-results/sim-sync.json
+	$(BIN)/python -m tests.benchmarks.sim_sync $(if $(ONLY),--only $(ONLY)) --seeds $(SEEDS)
+
+.PHONY: bench-sync
+bench-sync: $(READY)  ## what replica sync costs the thread that decides, and how late news is, over a real nats-server; bench-results/sync.json
+	$(BIN)/python -m tests.benchmarks.sync_cost
+
 .PHONY: sim-sweep
 sim-sweep: $(READY)  ## kv against its best weight in 42 scenarios, in virtual time; ONLY=part,part SEEDS=N; an hour; bench-results/sim-sweep.json
 	$(BIN)/python -m tests.benchmarks.sim_sweep $(if $(ONLY),--only '$(ONLY)') $(if $(SEEDS),--seeds $(SEEDS))

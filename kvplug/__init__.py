@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kvplug._version import __version__
 
 if TYPE_CHECKING:
+    from kvplug.cluster.sync import ReplicaSync
     from kvplug.codec import decode, encode
     from kvplug.engines.kv_event_publisher import KvEventPublisher
     from kvplug.errors import (
@@ -99,6 +100,7 @@ __all__ = [
     "Rank",
     "RankCost",
     "RankOverlap",
+    "ReplicaSync",
     "RequestRefusedError",
     "Router",
     "RouterConfig",
@@ -152,6 +154,7 @@ _HOME_OF = {
     "Rank": "kvplug.events",
     "RankCost": "kvplug.router.decider",
     "RankOverlap": "kvplug.index.prefix_query",
+    "ReplicaSync": "kvplug.cluster.sync",
     "RequestRefusedError": "kvplug.errors",
     "Router": "kvplug.router.core",
     "RouterConfig": "kvplug.router.config",

@@ -153,6 +153,48 @@ def test_whatever_is_lost_a_row_puts_it_right(steps, dice, loss):
     assert all(is_idle(each) for each in replicas)
 
 
+def running_on(replica, others):
+    """What a replica sees in flight, and what really is, on each worker."""
+    seen = np.array([replica.load_of(worker)[2] for worker in WORKERS])
+    own = [
+        each.router.load.ranks[:, costing.NUM_RUNNING]
+        - each.router.load.peers[:, costing.NUM_RUNNING]
+        for each in others
+    ]
+    return seen, np.sum(own, axis=0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from(["route", "route", "finish", "deliver", "deliver"]),
+            st.integers(0, 60),
+        ),
+        max_size=60,
+    )
+)
+def test_load_is_off_by_no_more_than_what_is_on_its_way(steps):
+    clock = Clock()
+    replicas = replicas_of(3, clock)
+    ways = {(a, b): [] for a in range(3) for b in range(3) if a != b}
+    for number, (at, kind, size) in enumerate(steps):
+        clock.now_s += 0.001
+        if kind == "deliver":
+            way = list(ways)[size % len(ways)]
+            for payload in ways[way][: 1 + size % 3]:
+                replicas[way[1]].exchange.hear(f"r{way[0]}", payload)
+            del ways[way][: 1 + size % 3]
+        do(replicas[at], kind, number, size)
+        for payload in replicas[at].exchange.news():
+            for way in ways:
+                ways[way] += [payload] if way[0] == at else []
+        for reader, replica in enumerate(replicas):
+            seen, true = running_on(replica, replicas)
+            on_its_way = sum(len(ways[way]) for way in ways if way[1] == reader)
+            assert np.abs(seen - true).sum() <= on_its_way
+
+
 def test_a_message_that_comes_late_or_twice_changes_nothing():
     first, second = replicas_of(2)
     decision = first.route(prompt(0), workers=[A])
