@@ -190,7 +190,7 @@ class NatsConnection:
             with suppress(nats.errors.Error, OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(client.close(), 1.0)
             if client._transport is not None:  # a close that was cut short has left it open
-                client._transport.close()
+                client._transport.close()  # type: ignore[no-untyped-call]
         others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
         for task in others:
             task.cancel()
