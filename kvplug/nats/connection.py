@@ -189,12 +189,14 @@ class NatsConnection:
                 await asyncio.wait_for(client.flush(), 1.0)
             with suppress(nats.errors.Error, OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(client.close(), 1.0)
-            if client._transport is not None:  # a close that was cut short has left it open
-                client._transport.close()  # type: ignore[no-untyped-call]
         others = asyncio.all_tasks(self.loop) - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        # A close that was cut short leaves its socket open, as does a failed attempt to reconnect.
+        for transport in [*getattr(self.loop, "_transports", {}).values()]:
+            transport.close()
+        await asyncio.sleep(0)
 
 
 def _without_chance(subject: str) -> str:
