@@ -7,7 +7,7 @@ In:  the subjects of a fleet; who it is for.   Out: subjects to publish and to s
     operator    makes and changes streams
 
 examples/nats_permissions.py writes them as nats-server reads them. Inboxes begin with the name of a
-connection (kvplug/nats/connection.py), so nobody can listen to another's answers.
+connection (kvplug/nats/connection.py), so no engine or router can listen to another's answers.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def of_router(subjects: Subjects, router_id: str) -> Permissions:
     )
 
 
-def of_operator(name: str = "operator") -> Permissions:
-    """Of who makes and changes streams; `name`: that of the connection, for its inboxes."""
-    return Permissions(publish=("$JS.API.>",), subscribe=(f"_INBOX.{name}.>",))
+def of_operator() -> Permissions:
+    """Of who makes and changes streams, with whatever tool."""
+    return Permissions(publish=("$JS.API.>",), subscribe=("_INBOX.>",))
 
 
 def _kept(stream: str) -> tuple[str, ...]:
