@@ -152,10 +152,12 @@ def test_what_does_not_belong_on_a_stream(follower, publisher, kind):
 
 def test_ever_new_lives_get_few_asks(follower, router, clock):
     for _ in range(2000):
-        follower.receive([LifePublisher().hello()])
+        forged = LifePublisher()
+        forged.store(1)
+        follower.receive([forged.hello()])
         clock.now_s += 0.001
     assert follower.sequencer.num_replays <= 11
-    assert len(follower.sequencer._past) == 8
+    assert len(follower.sequencer.position().past_lives) == 8
 
 
 def test_what_is_kept_does_not_grow(follower, router, publisher, clock, caplog):
