@@ -171,6 +171,11 @@ chaos: WIRE ?= vllm
 chaos: $(READY)  ## lost, late and doubled events, killed engines and routers, on real vLLM and SGLang; a row per fault; WIRE=kvplug: over our own stream
 	$(BIN)/python -m tests.chaos --wire $(WIRE)
 
+.PHONY: chaos-cluster
+chaos-cluster: ENGINE ?= vllm
+chaos-cluster: $(READY)  ## killed, paused, cut off and rolled back: NATS servers, three router replicas, engines; a row per fault; ENGINE=sim: without vLLM
+	$(BIN)/python -m tests.chaos_cluster --engine $(ENGINE)
+
 .PHONY: resilience
 resilience: $(READY)  ## an ordinary day of a served router: idle clients, thousands of streams, 26 MB bodies, 350 workers, wrong replays, a killed worker, slow clients, restarts; 4 minutes
 	$(BIN)/python -m tests.resilience

@@ -13,9 +13,9 @@ import threading
 _LIMIT_S = 30.0
 
 
-def ask(path, question=None):
+def ask(path, question=None, *, limit_s=_LIMIT_S):
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_LIMIT_S)
+        connection.settimeout(limit_s)
         connection.connect(str(path))
         with connection.makefile("rw") as line:
             line.write(json.dumps(question) + "\n")

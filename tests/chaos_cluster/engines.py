@@ -18,6 +18,8 @@ from tests.engines.plugged_vllm import BLOCK_SIZE, FORKED, plugged_vllm
 from tests.plugins.stock_client import wait_until
 
 _PER_S = 40
+# Of the workload of real engines, some of them in one message.
+_EVENTS_A_ROUND = 8
 
 
 class PublishingEngine:
@@ -84,7 +86,6 @@ class VllmEngine:
         self._server = plugged_vllm(name, env=FORKED | said).make(folder)
         self.name, self.url = name, self._server.url
         self.process = self._server.process
-        self._server.process._env["KVPLUG_WORKER_URL"] = self.url
         self._workload = Workload(self, seed)
         self._is_working, self._thread = threading.Event(), None
 
@@ -124,7 +125,7 @@ class VllmEngine:
             self._thread = None
 
     def work(self, num_events):
-        for _ in range(num_events // 2):
+        for _ in range(num_events // _EVENTS_A_ROUND):
             self._workload.round()
 
     def held(self):

@@ -5,21 +5,28 @@ usage: python -m tests.chaos_cluster.replica_program SOCKET [flags of python -m 
 In:  the router's flags; a unix socket for questions.
 Out: the standalone router. To "look": of each rank, how far it is trusted and the ids of the blocks
 that the index has of it. To "counters": what its follower has counted. To "check": the indexes have
-checked themselves.
+checked themselves. To ["at", STEP, SIGNAL]: at this step of its next snapshot (kvplug/cluster/
+checkpoints.py) it sends itself the signal.
 """
 
 import asyncio
+import math
 import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from kvplug import Rank
 from kvplug.http_service import stopped_by_signals
 from kvplug.server.cli import parse
+from kvplug.server.compilation import compile_kernels
 from kvplug.server.observability import request_log
 from kvplug.server.service import RouterService
 from tests.chaos.asking import answer_in_background
+from tests.waiting import until
 
+SNAPSHOT_PAUSE_S = 2.0
 _COUNTED = ("num_missed", "num_duplicates", "num_restarts", "num_replays", "num_failures")
 
 
@@ -28,9 +35,26 @@ class Shown:
 
     def __init__(self, service):
         self._fleet, self._router = service.fleet, service.router
+        self._cluster = service.cluster
+        self._armed = None, signal.SIGCONT
 
     def answer(self, question):
+        if isinstance(question, list):
+            self._armed = question[1], signal.Signals(question[2])
+            return True
         return {"look": self._look, "counters": self._counters, "check": self._check}[question]()
+
+    async def hasten_snapshots(self):
+        """Once they can be made: without the pause between two, and hooked."""
+        replica = self._cluster.replica
+        checkpoints = await until(lambda: replica._checkpoints, "NATS is there", timeout_s=math.inf)
+        checkpoints._on_step = self._on_step
+        checkpoints._settings = replace(checkpoints._settings, min_interval_s=SNAPSHOT_PAUSE_S)
+
+    async def _on_step(self, step):
+        if step == self._armed[0]:
+            number, self._armed = self._armed[1], (None, signal.SIGCONT)
+            os.kill(os.getpid(), number)
 
     def _followers(self):
         return [
@@ -70,14 +94,18 @@ class Shown:
 async def serve(config, socket):
     stopping = stopped_by_signals()
     async with RouterService(config) as service:
-        answer_in_background(socket, Shown(service).answer)
+        shown = Shown(service)
+        answer_in_background(socket, shown.answer)
+        hastening = asyncio.create_task(shown.hasten_snapshots())
         await stopping.wait()
+        hastening.cancel()
 
 
 def main():
     socket, *flags = sys.argv[1:]
     config, log_level = parse(flags, environ=os.environ)
     request_log.configure(config.log_format, log_level, logs_requests=False)
+    compile_kernels()  # as the router does it
     asyncio.run(serve(config, Path(socket)))
 
 

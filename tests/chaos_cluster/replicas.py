@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from urllib.request import urlopen
 
 from examples.launch.child_process import ChildProcess
@@ -17,30 +18,33 @@ from tests.plugins.stock_client import wait_until
 
 SNAPSHOT_THRESHOLD = 300
 _START_LIMIT_S = 90.0
+# One that has paused itself does not answer.
+_LOOK_LIMIT_S = 3.0
 
 
 class Replica:
     """start, kill, pause, resume, stop; look, counters, health; `ways`: a proxy per server."""
 
-    def __init__(self, name, folder, ways, engine_urls, block_size, *, num_copies, more=()):
+    def __init__(self, name, folder, ways, engine_urls, block_size, *, num_copies):
         self.name, self.ways = name, ways
         self._socket, self.port = folder / f"replica-{name}", free_ports(1)[0]
         self.num_starts, self.is_paused = 0, False
-        flags = [
+        self._flags = [
             *(part for url in engine_urls for part in ("--worker", url)),
             *("--port", str(self.port), "--router-id", name, "--log-level", "info"),
             *("--nats", ",".join(way.url for way in ways), "--nats-fleet", FLEET),
             *("--nats-replicas", str(num_copies), "--block-size", str(block_size)),
             *("--router-snapshot-threshold", str(SNAPSHOT_THRESHOLD), "--router-replica-sync"),
-            *more,
         ]
-        module = "tests.chaos_cluster.replica_program"
-        command = [sys.executable, "-m", module, str(self._socket), *flags]
-        self.process = ChildProcess(name, command, log_path=folder / f"replica-{name}.log")
+        self._log = folder / f"replica-{name}.log"
 
-    def start(self):
+    def start(self, *more):
+        """With further flags."""
         self._socket.unlink(missing_ok=True)
         self.num_starts += 1
+        module = "tests.chaos_cluster.replica_program"
+        command = [sys.executable, "-m", module, str(self._socket), *self._flags, *more]
+        self.process = ChildProcess(self.name, command, log_path=self._log)
         self.process.start()
 
     def wait_ready(self):
@@ -75,17 +79,31 @@ class Replica:
         for way in self.ways:
             way.restore()
 
+    def arm(self, step, number):
+        """At this step of its next snapshot it sends itself the signal; None disarms."""
+        ask(self._socket, ["at", step, int(number)])
+
+    @property
+    def is_dead(self):
+        return self.process.exit_status is not None
+
+    @property
+    def is_stopped(self):
+        """Whether it has paused itself."""
+        states = [Path(f"/proc/{pid}/stat").read_text() for pid in self.process.members()]
+        return any(each.rpartition(")")[2].split()[0] == "T" for each in states)
+
     @property
     def is_here(self):
         """Whether it can be asked now."""
-        return not self.is_paused and self._socket.is_socket()
+        return not self.is_paused and not self.is_dead and self._socket.is_socket()
 
     def look(self):
         """By worker URL: level, reason, fix, blocks; None if it is not here."""
         if not self.is_here:
             return None
         with suppress(OSError, ValueError):
-            said = ask(self._socket, "look")
+            said = ask(self._socket, "look", limit_s=_LOOK_LIMIT_S)
             return {name.rpartition("/")[0]: seen for name, seen in said.items()}
         return None
 
@@ -104,7 +122,7 @@ class Replica:
             return json.load(answer)
 
     def log(self):
-        return self.process.log_path.read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
 
 def wait_all_ready(replicas):

@@ -18,6 +18,7 @@ from tests.plugins.stock_client import wait_until
 
 REST_LIMIT_S = 60.0
 _REPLICAS = ("a", "b", "c")
+_MAX_ROUNDS, _EVENTS_PER_ROUND = 80, 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,16 @@ class Rig:
         working.start()
         yield
         working.join()
+
+    def await_replica(self, condition, what):
+        """Work until the condition holds for one of them."""
+        for _ in range(_MAX_ROUNDS):
+            for each in self.replicas.values():
+                if condition(each):
+                    return each
+            self.work(_EVENTS_PER_ROUND)
+            self.last(0.5)
+        raise AssertionError(f"waited in vain until {what}")
 
     def restart(self, replica):
         replica.kill()

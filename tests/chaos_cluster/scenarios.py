@@ -3,6 +3,7 @@
 In:  a rig whose replicas trust what they know, engines at work.   Out: the fault is over.
 """
 
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from tests.chaos_cluster.rig import Outcome, Rig
 # Longer than a publisher's silence that is noticed (4 s), and than the lease on snapshots (10 s).
 SILENCE_S, LEASE_S = 8.0, 14.0
 BURST = 400
+# Of a snapshot: kvplug/cluster/checkpoints.py.
+STEPS = ("lease", "freeze", "upload", "manifest", "purge", "collect")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,41 @@ def await_snapshot(rig):
     raise AssertionError("no snapshot was made")
 
 
+def _holder_killed(rig):
+    """In each step of a snapshot, whoever makes it."""
+    for step in STEPS:
+        for each in rig.replicas.values():
+            each.arm(step, signal.SIGKILL)
+        holder = rig.await_replica(lambda each: each.is_dead, f"one dies at its {step}")
+        for each in rig.replicas.values():
+            if each is not holder:
+                each.arm(None, signal.SIGCONT)
+        rig.restart(holder)
+
+
+def _holder_paused(rig):
+    """The same for longer than its lease; then it goes on as if nothing had been."""
+    for step in STEPS:
+        for each in rig.replicas.values():
+            each.arm(step, signal.SIGSTOP)
+        holder = rig.await_replica(lambda each: each.is_stopped, f"one stops at its {step}")
+        holder.is_paused = True
+        for each in rig.replicas.values():
+            if each is not holder:
+                each.arm(None, signal.SIGCONT)
+        rig.last(LEASE_S)
+        holder.resume()
+
+
+def _states_reset(rig):
+    """One replica starts with nothing and makes the others do so, too."""
+    replica = rig.replicas["b"]
+    replica.kill()
+    replica.start("--router-reset-states")
+    replica.wait_ready()
+    rig.last(2.0)
+
+
 # -- everything --
 
 
@@ -319,6 +357,9 @@ SCENARIOS = (
     Scenario(name="snapshot lost a chunk", act=_damaged(lambda operator: operator.delete_chunk())),
     Scenario(name="snapshot changed", act=_damaged(lambda operator: operator.change_bytes())),
     Scenario(name="manifest deleted", act=_damaged(lambda operator: operator.delete_manifest())),
+    Scenario(name="states reset", act=_states_reset),
+    Scenario(name="holder killed in its snapshot", act=_holder_killed),
+    Scenario(name="holder paused in its snapshot", act=_holder_paused),
     Scenario(name="everything", act=_everything),
     Scenario(name="one node of three killed", act=_node_killed, nodes=3),
     Scenario(name="leader killed", act=_leader_killed, nodes=3),
