@@ -81,6 +81,7 @@ class Shown:
     def _counters(self):
         return {
             name: {each: getattr(follower.sequencer, each, 0) for each in _COUNTED}
+            | {"num_messages": follower.num_messages}
             for name, _, follower in self._followers()
         }
 

@@ -6,6 +6,7 @@ In:  its ways to the servers, the engines' URLs.   Out: what it has of each engi
 import json
 import signal
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
@@ -14,10 +15,9 @@ from examples.launch.child_process import ChildProcess
 from examples.launch.ports import free_ports
 from tests.chaos.asking import ask
 from tests.chaos_cluster.operating import FLEET
-from tests.plugins.stock_client import wait_until
 
 SNAPSHOT_THRESHOLD = 300
-_START_LIMIT_S = 90.0
+_START_LIMIT_S = 240.0
 # One that has paused itself does not answer.
 _LOOK_LIMIT_S = 3.0
 
@@ -29,6 +29,7 @@ class Replica:
         self.name, self.ways = name, ways
         self._socket, self.port = folder / f"replica-{name}", free_ports(1)[0]
         self.num_starts, self.is_paused = 0, False
+        self._counted = Counter()  # by processes that were killed
         self._flags = [
             *(part for url in engine_urls for part in ("--worker", url)),
             *("--port", str(self.port), "--router-id", name, "--log-level", "info"),
@@ -51,6 +52,7 @@ class Replica:
         self.process.wait_until(self._socket.is_socket, "answer", timeout_s=_START_LIMIT_S)
 
     def kill(self):
+        self._counted = self.counters()
         self.process.kill()
         self._socket.unlink(missing_ok=True)
 
@@ -108,11 +110,13 @@ class Replica:
         return None
 
     def counters(self):
-        """Sums over all ranks."""
-        with suppress(OSError, ValueError):
-            ranks = ask(self._socket, "counters").values()
-            return {name: sum(rank[name] for rank in ranks) for name in next(iter(ranks), {})}
-        return {}
+        """Sums over all ranks, and over all processes that this replica has been."""
+        total = Counter(self._counted)
+        if self.is_here:
+            with suppress(OSError, ValueError):
+                for rank in ask(self._socket, "counters", limit_s=_LOOK_LIMIT_S).values():
+                    total.update(rank)
+        return total
 
     def check(self):
         assert ask(self._socket, "check") is True
@@ -123,9 +127,3 @@ class Replica:
 
     def log(self):
         return self._log.read_text(errors="replace")
-
-
-def wait_all_ready(replicas):
-    for each in replicas:
-        each.wait_ready()
-    wait_until(lambda: all(each.look() is not None for each in replicas), "all replicas answer")

@@ -5,7 +5,7 @@ In:  engine, scenario, Outcome.   Out: lines of Markdown; what is wrong with an 
 
 WRONG_LIMIT_S = 5.0
 HEADINGS = (
-    *("engine", "fault", "messages", "blocks", "apart", "trust", "s to repair"),
+    *("engine", "fault", "messages read", "blocks", "apart", "trust", "s to repair"),
     *("longest wrong EXACT, s", "lives", "asks", "redelivered"),
 )
 
@@ -37,9 +37,12 @@ def header():
 def row(kind, scenario_name, outcome):
     levels = sorted({seen.level for seen in outcome.seen.values()})
     repair = "" if outcome.repair_s is None else f"{outcome.repair_s:.1f}"
-    counted = (outcome.counters.get(f"num_{n}", 0) for n in ("restarts", "replays", "duplicates"))
+    counted = [
+        outcome.counters.get(f"num_{name}", 0)
+        for name in ("messages", "restarts", "replays", "duplicates")
+    ]
     cells = (
-        *(kind, scenario_name, outcome.num_messages, outcome.num_held, outcome.num_apart),
-        *(", ".join(levels), repair, f"{outcome.wrong.seconds:.1f}", *counted),
+        *(kind, scenario_name, counted[0], outcome.num_held, outcome.num_apart),
+        *(", ".join(levels), repair, f"{outcome.wrong.seconds:.1f}", *counted[1:]),
     )
     return f"| {' | '.join(map(str, cells))} |"

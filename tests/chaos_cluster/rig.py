@@ -6,11 +6,12 @@ Out: faults by order; an Outcome, once everything has come to rest.
 
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from tests.chaos_cluster.operating import Operator
-from tests.chaos_cluster.replicas import Replica, wait_all_ready
+from tests.chaos_cluster.replicas import Replica
 from tests.chaos_cluster.sampling import Sampler, Wrong
 from tests.chaos_cluster.servers import servers
 from tests.chaos_cluster.tcp_proxy import TcpProxy
@@ -25,14 +26,14 @@ _MAX_ROUNDS, _EVENTS_PER_ROUND = 80, 50
 class Outcome:
     """repair_s: from the fault's end until every replica was equal to every engine and called it
     EXACT, None if it did not come to that; seen: (replica, engine) to sampling.Seen; wrong: the
-    longest time that a wrong block was called EXACT; counters: of all replicas together.
+    longest time that a wrong block was called EXACT; counters: since the fault began, of all
+    replicas together.
     """
 
     repair_s: float | None
     seen: dict
     wrong: Wrong
     counters: dict
-    num_messages: int
 
     @property
     def num_held(self):
@@ -62,11 +63,7 @@ class Rig:
             self.engines = {name: self.new_engine(name) for name in names}
             self.speaking = dict(self.engines)  # by name, if it has a namesake
             self.replicas = {name: self._new_replica(name) for name in _REPLICAS}
-            for each in (*self.engines.values(), *self.replicas.values()):
-                each.start()
-            for each in self.engines.values():
-                each.wait_ready()
-            wait_all_ready(self.replicas.values())
+            self._start_all()
             self._sampler = started.enter_context(
                 Sampler(lambda: list(self.speaking.values()), list(self.replicas.values()))
             )
@@ -75,6 +72,16 @@ class Rig:
 
     def __exit__(self, *_):
         self._stack.close()
+
+    def _start_all(self):
+        first, *others = self.replicas.values()
+        for each in (*self.engines.values(), first):
+            each.start()
+        first.wait_ready()  # it compiles kernels, if need be, for the others, too
+        for each in others:
+            each.start()
+        for each in (*self.engines.values(), *others):
+            each.wait_ready()
 
     def ways(self):
         """A proxy before each server."""
@@ -111,6 +118,7 @@ class Rig:
             each.work(20)
         wait_until(self._is_at_rest, "all replicas are exact", timeout_s=REST_LIMIT_S)
         self._sampler.begin_anew()
+        self._counted_before = self._counted()
         for each in self.speaking.values():
             each.begin_work()
 
@@ -169,12 +177,13 @@ class Rig:
         return is_all and all(each.is_right for each in seen.values())
 
     def _outcome(self, repair_s):
-        counted = [each.counters() for each in self.replicas.values()]
-        names = {name for each in counted for name in each}
+        counted = self._counted()
         return Outcome(
             repair_s=repair_s,
             seen=dict(self._sampler.seen),
             wrong=self._sampler.longest,
-            counters={name: sum(each.get(name, 0) for each in counted) for name in sorted(names)},
-            num_messages=self.operator.stream()[1],
+            counters={name: counted[name] - self._counted_before[name] for name in counted},
         )
+
+    def _counted(self):
+        return sum((each.counters() for each in self.replicas.values()), Counter())

@@ -43,11 +43,11 @@ def _nothing(rig):
 def _server_killed(rig):
     """SIGKILL in the middle of writing, twice."""
     node = rig.servers.nodes[0]
-    for _ in range(2):
+    for pause_s in (0.0, 2.0):
+        rig.last(pause_s)
         with rig.at_work(BURST):
             node.kill()
         node.start()
-        rig.last(2.0)
 
 
 def _server_away(rig):
@@ -70,7 +70,6 @@ def _rolled_back(rig):
     rig.last(2.0)
     rig.work(BURST)
     rig.servers.bring_back()
-    rig.last(2.0)
 
 
 def _disk_full(rig):
@@ -209,7 +208,6 @@ def _purged(rig):
     rig.work(BURST)
     rig.operator.purge()
     rig.replicas["b"].restore()
-    rig.last(1.0)
 
 
 def _stream_deleted(rig):
@@ -289,7 +287,6 @@ def _states_reset(rig):
     replica.kill()
     replica.start("--router-reset-states")
     replica.wait_ready()
-    rig.last(2.0)
 
 
 # -- everything --
