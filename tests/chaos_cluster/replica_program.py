@@ -3,9 +3,9 @@
 usage: python -m tests.chaos_cluster.replica_program SOCKET [flags of python -m kvplug.router]
 
 In:  the router's flags; a unix socket for questions.
-Out: the standalone router. To "look": of each rank, how far it is trusted and the ids of the blocks
-that the index has of it. To "counters": what its follower has counted. To "check": the indexes have
-checked themselves. To ["at", STEP, SIGNAL]: at this step of its next snapshot (kvplug/cluster/
+Out: the standalone router. To "look": of each rank, how far it is trusted, the ids of the blocks
+that the index has of it, and what its follower has counted. To "check": the indexes have checked
+themselves. To ["at", STEP, SIGNAL]: at this step of its next snapshot (kvplug/cluster/
 checkpoints.py) it sends itself the signal.
 """
 
@@ -42,7 +42,7 @@ class Shown:
         if isinstance(question, list):
             self._armed = question[1], signal.Signals(question[2])
             return True
-        return {"look": self._look, "counters": self._counters, "check": self._check}[question]()
+        return {"look": self._look, "check": self._check}[question]()
 
     async def hasten_snapshots(self):
         """Once they can be made: without the pause between two, and hooked."""
@@ -76,13 +76,10 @@ class Shown:
             "reason": trust.reason,
             "fix": trust.fix,
             "blocks": blocks,
-        }
-
-    def _counters(self):
-        return {
-            name: {each: getattr(follower.sequencer, each, 0) for each in _COUNTED}
-            | {"num_messages": follower.num_messages}
-            for name, _, follower in self._followers()
+            "counters": {
+                "num_messages": follower.num_messages,
+                **{each: getattr(follower.sequencer, each, 0) for each in _COUNTED},
+            },
         }
 
     def _check(self):

@@ -29,7 +29,8 @@ class Replica:
         self.name, self.ways = name, ways
         self._socket, self.port = folder / f"replica-{name}", free_ports(1)[0]
         self.num_starts, self.is_paused = 0, False
-        self._counted = Counter()  # by processes that were killed
+        self._counted = Counter()  # by processes that are no more
+        self._latest = Counter()
         self._flags = [
             *(part for url in engine_urls for part in ("--worker", url)),
             *("--port", str(self.port), "--router-id", name, "--log-level", "info"),
@@ -43,6 +44,7 @@ class Replica:
         """With further flags."""
         self._socket.unlink(missing_ok=True)
         self.num_starts += 1
+        self._counted, self._latest = self.counters, Counter()
         module = "tests.chaos_cluster.replica_program"
         command = [sys.executable, "-m", module, str(self._socket), *self._flags, *more]
         self.process = ChildProcess(self.name, command, log_path=self._log)
@@ -52,7 +54,6 @@ class Replica:
         self.process.wait_until(self._socket.is_socket, "answer", timeout_s=_START_LIMIT_S)
 
     def kill(self):
-        self._counted = self.counters()
         self.process.kill()
         self._socket.unlink(missing_ok=True)
 
@@ -106,17 +107,17 @@ class Replica:
             return None
         with suppress(OSError, ValueError):
             said = ask(self._socket, "look", limit_s=_LOOK_LIMIT_S)
+            counted = (Counter(seen["counters"]) for seen in said.values())
+            self._latest = sum(counted, Counter())
             return {name.rpartition("/")[0]: seen for name, seen in said.items()}
         return None
 
+    @property
     def counters(self):
-        """Sums over all ranks, and over all processes that this replica has been."""
-        total = Counter(self._counted)
-        if self.is_here:
-            with suppress(OSError, ValueError):
-                for rank in ask(self._socket, "counters", limit_s=_LOOK_LIMIT_S).values():
-                    total.update(rank)
-        return total
+        """Sums over all ranks, and over all processes that this replica has been; of the last look
+        at each.
+        """
+        return self._counted + self._latest
 
     def check(self):
         assert ask(self._socket, "check") is True

@@ -19,7 +19,7 @@ from tests.plugins.stock_client import wait_until
 
 REST_LIMIT_S = 60.0
 _REPLICAS = ("a", "b", "c")
-_MAX_ROUNDS, _EVENTS_PER_ROUND = 80, 50
+_MAX_ROUNDS, _EVENTS_PER_ROUND = 80, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,4 +186,4 @@ class Rig:
         )
 
     def _counted(self):
-        return sum((each.counters() for each in self.replicas.values()), Counter())
+        return sum((each.counters for each in self.replicas.values()), Counter())

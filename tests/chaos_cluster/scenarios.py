@@ -212,12 +212,12 @@ def _purged(rig):
 
 def _stream_deleted(rig):
     rig.operator.delete_stream()
-    rig.last(SILENCE_S)
+    rig.last(1.0)
 
 
 def _consumers_deleted(rig):
     rig.operator.delete_consumers()
-    rig.last(SILENCE_S)
+    rig.last(1.0)
 
 
 def _retention_of_seconds(rig):
