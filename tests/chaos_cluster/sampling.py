@@ -55,6 +55,7 @@ class Sampler:
         self._engines, self._replicas = engines, replicas
         self.seen, self.num_samples, self.longest = {}, 0, NONE_WRONG
         self._since, self._looked_at, self._starts = {}, {}, {}
+        self._longest_gap_s = 0.0
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._error = None
@@ -71,7 +72,7 @@ class Sampler:
     def begin_anew(self):
         """Of the next fault: nothing was wrong yet."""
         with self._changed:
-            self.longest = NONE_WRONG
+            self.longest, self._longest_gap_s = NONE_WRONG, 0.0
             self._since.clear()
 
     def next_samples(self, num_samples=2):
@@ -102,6 +103,9 @@ class Sampler:
                 self._note_start(replica, num_starts if look is not None else None)
                 for each in engines:
                     self._compare(replica, each, look, before[each.url], after[each.url], at)
+                if replica in self._looked_at and look is not None:
+                    gap_s = at - self._looked_at[replica]
+                    self._longest_gap_s = max(self._longest_gap_s, gap_s)
                 self._looked_at[replica] = at
             self.num_samples += 1
             self._changed.notify_all()
@@ -134,4 +138,5 @@ class Sampler:
             since = self._since.setdefault((*is_theirs, block), began_at)
             if at - since > self.longest.seconds:
                 what = f"{len(wrong)} blocks of {engine.name} on {replica.name}"
+                what += f", samples up to {self._longest_gap_s:.1f} s apart"
                 self.longest = Wrong(at - since, what)
