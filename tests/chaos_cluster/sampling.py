@@ -11,6 +11,7 @@ dead says nothing, so its times begin anew; a dead engine holds nothing.
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 _PAUSE_S = 0.1
@@ -59,6 +60,7 @@ class Sampler:
         self._stopping = threading.Event()
         self._changed = threading.Condition()
         self._error = None
+        self._asking = ThreadPoolExecutor()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def __enter__(self):
@@ -68,6 +70,7 @@ class Sampler:
     def __exit__(self, *_):
         self._stopping.set()
         self._thread.join()
+        self._asking.shutdown()
 
     def begin_anew(self):
         """Of the next fault: nothing was wrong yet."""
@@ -94,9 +97,10 @@ class Sampler:
 
     def _sample(self):
         engines = self._engines()
-        before = {each.url: each.held() for each in engines}
-        looks = {each: (each.num_starts, each.look(), time.monotonic()) for each in self._replicas}
-        after = {each.url: each.held() for each in engines}
+        urls = [each.url for each in engines]
+        before = dict(zip(urls, self._asking.map(_held, engines), strict=True))
+        looks = dict(zip(self._replicas, self._asking.map(_look, self._replicas), strict=True))
+        after = dict(zip(urls, self._asking.map(_held, engines), strict=True))
         with self._changed:
             self.seen = {}
             for replica, (num_starts, look, at) in looks.items():
@@ -140,3 +144,11 @@ class Sampler:
                 what = f"{len(wrong)} blocks of {engine.name} on {replica.name}"
                 what += f", samples up to {self._longest_gap_s:.1f} s apart"
                 self.longest = Wrong(at - since, what)
+
+
+def _held(engine):
+    return engine.held()
+
+
+def _look(replica):
+    return replica.num_starts, replica.look(), time.monotonic()
