@@ -139,9 +139,11 @@ class Outbox:
             await self._wait()
 
     def _on_change(self, is_connected: bool) -> None:
-        """What was in flight is in flight no more."""
+        """What was in flight is in flight no more. It has waited all along: the first beat on a new
+        connection must not say that what the stream has is all.
+        """
+        self._is_stuck_told = False
         self._go_back(pause_s=0.0)
-        self._on_progress()
 
     def _on_progress(self) -> None:
         self._progress_s, self._is_stuck_told = time.monotonic(), False

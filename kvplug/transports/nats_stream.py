@@ -11,7 +11,7 @@ has been taken from it; the event thread takes. So a slow event thread makes the
 nothing is lost.
 
 A beat says how far the publisher's messages are in the stream, and waits here until they have come,
-for 2 s at most: a reader that is later than that had better ask.
+for 1 s at most: a reader that is later than that had better ask.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ACK_S: Final = 1.0
 _PAUSE_S: Final = 0.25
 _MAX_PAUSE_S: Final = 2.0
 _TIMEOUT_S: Final = 3.0
-_HOLD_S: Final = 2.0
+_HOLD_S: Final = 1.0
 _MAX_HELD: Final = 20_000
 # Of the consumer: one that is gone for longer begins behind its snapshot again.
 _INACTIVE_S: Final = 600.0
