@@ -26,7 +26,7 @@ from kvplug.server.service import RouterService
 from tests.chaos.asking import answer_in_background
 from tests.waiting import until
 
-SNAPSHOT_PAUSE_S = 2.0
+SNAPSHOT_THRESHOLD, SNAPSHOT_PAUSE_S = 300, 2.0
 _COUNTED = ("num_missed", "num_duplicates", "num_restarts", "num_replays", "num_failures")
 
 
@@ -45,10 +45,13 @@ class Shown:
         return {"look": self._look, "check": self._check}[question]()
 
     async def hasten_snapshots(self):
-        """Once they can be made: without the pause between two, and hooked."""
+        """Once they can be made: hooked, without a pause between two, and however few bytes they
+        are of.
+        """
         replica = self._cluster.replica
         checkpoints = await until(lambda: replica._checkpoints, "NATS is there", timeout_s=math.inf)
         checkpoints._on_step = self._on_step
+        checkpoints._is_long = lambda _state, num_unsaved, _size: num_unsaved > SNAPSHOT_THRESHOLD
         checkpoints._settings = replace(checkpoints._settings, min_interval_s=SNAPSHOT_PAUSE_S)
 
     async def _on_step(self, step):

@@ -16,7 +16,6 @@ from examples.launch.ports import free_ports
 from tests.chaos.asking import ask
 from tests.chaos_cluster.operating import FLEET
 
-SNAPSHOT_THRESHOLD = 300
 _START_LIMIT_S = 240.0
 # One that has paused itself does not answer.
 _LOOK_LIMIT_S = 3.0
@@ -36,7 +35,7 @@ class Replica:
             *("--port", str(self.port), "--router-id", name, "--log-level", "info"),
             *("--nats", ",".join(way.url for way in ways), "--nats-fleet", FLEET),
             *("--nats-replicas", str(num_copies), "--block-size", str(block_size)),
-            *("--router-snapshot-threshold", str(SNAPSHOT_THRESHOLD), "--router-replica-sync"),
+            "--router-replica-sync",
         ]
         self._log = folder / f"replica-{name}.log"
 

@@ -72,7 +72,7 @@ class TcpProxy:
             self._is_open = asyncio.Event()
         await self._set(_Way.OPEN)
         if not hasattr(self, "_server"):
-            self._server = await asyncio.start_server(self._lead, "127.0.0.1", self.port)
+            self._server = await asyncio.start_server(self._take, "127.0.0.1", self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def _cut(self):
@@ -80,20 +80,22 @@ class TcpProxy:
         if hasattr(self, "_server"):
             self._server.close()
             del self._server
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    def _take(self, reader, writer):
+        self.num_connections += 1
+        task = asyncio.create_task(self._lead(reader, writer))
+        self._tasks.add(task)
+        # Also of one that is cancelled before it begins.
+        task.add_done_callback(lambda _: writer.transport.abort())
+        task.add_done_callback(self._tasks.discard)
 
     async def _lead(self, reader, writer):
-        self.num_connections += 1
-        task = asyncio.current_task()
-        self._tasks.add(task)
-        try:
-            with contextlib.suppress(OSError, asyncio.CancelledError):
-                await self._join(reader, writer)
-        finally:
-            writer.transport.abort()
-            self._tasks.discard(task)
+        with contextlib.suppress(OSError):
+            await self._join(reader, writer)
 
     async def _join(self, reader, writer):
         await self._is_open.wait()
