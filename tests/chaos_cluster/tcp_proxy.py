@@ -10,16 +10,9 @@ lead nowhere.
 import asyncio
 import contextlib
 import threading
-from enum import Enum
 
 _CHUNK_BYTES = 2**16
 _LIMIT_S = 10.0
-
-
-class _Way(Enum):
-    OPEN = "open"
-    STALLED = "stalled"
-    CUT = "cut"
 
 
 class TcpProxy:
@@ -28,7 +21,6 @@ class TcpProxy:
     def __init__(self, upstream_port):
         self._upstream_port, self.port = upstream_port, 0
         self.num_connections = 0
-        self._way = _Way.OPEN
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._tasks = set()
@@ -41,7 +33,7 @@ class TcpProxy:
         self._order(self._cut())
 
     def stall(self):
-        self._order(self._set(_Way.STALLED))
+        self._order(self._let_through(is_open=False))
 
     def restore(self):
         self._order(self._restore())
@@ -60,9 +52,8 @@ class TcpProxy:
     def _order(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_LIMIT_S)
 
-    async def _set(self, way):
-        self._way = way
-        if way is _Way.OPEN:
+    async def _let_through(self, *, is_open):
+        if is_open:
             self._is_open.set()
         else:
             self._is_open.clear()
@@ -70,13 +61,13 @@ class TcpProxy:
     async def _restore(self):
         if not hasattr(self, "_is_open"):
             self._is_open = asyncio.Event()
-        await self._set(_Way.OPEN)
+        await self._let_through(is_open=True)
         if not hasattr(self, "_server"):
             self._server = await asyncio.start_server(self._take, "127.0.0.1", self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def _cut(self):
-        await self._set(_Way.CUT)
+        await self._let_through(is_open=False)
         if hasattr(self, "_server"):
             self._server.close()
             del self._server
@@ -105,10 +96,10 @@ class TcpProxy:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            upstream[1].transport.abort()
             for each in tasks:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            upstream[1].transport.abort()
 
     async def _pass_on(self, reader, writer):
         while chunk := await reader.read(_CHUNK_BYTES):
