@@ -130,7 +130,9 @@ class Sampler:
         self.seen[replica.name, engine.name] = Seen(
             said["level"], said["reason"], said["fix"], len(after), len(missing), len(surplus)
         )
-        wrong = missing | surplus if said["level"] == "exact" else frozenset()
+        # A block that is missing, known, and evicted before it is looked at again, was right.
+        wrong = {("missing", each) for each in missing} | {("surplus", each) for each in surplus}
+        wrong = wrong if said["level"] == "exact" else set()
         self._note_wrong(replica, engine, wrong, at)
 
     def _note_wrong(self, replica, engine, wrong, at):
