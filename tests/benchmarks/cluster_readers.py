@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import nats
@@ -49,7 +51,7 @@ class Reader:
         await self._client.publish(subject, json.dumps(request).encode(), self._inbox)
 
     async def _arrived(self, message: Any) -> None:
-        if not message.reply:
+        if not message.reply or self._client.is_closed:
             return
         self.num_messages, self._left = self.num_messages + 1, self._left - 1
         if self._left <= BATCH // 2:
@@ -63,8 +65,13 @@ class Readers:
     """Each with a connection of its own."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.loop.run_until_complete(self._open(case))
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.run(self._open(case))
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """In the loop, which reads all the time."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _open(self, case: dict[str, Any]) -> None:
         servers, stream = case["servers"].split(","), Subjects(case["fleet"]).stream
@@ -100,10 +107,10 @@ def measure(case: dict[str, Any]) -> Any:
         return None
     if case["what"] == "await":
         [readers] = opened
-        return readers.loop.run_until_complete(readers.await_all(case["num"]))
+        return readers.run(readers.await_all(case["num"]))
     while opened:
         readers = opened.pop()
-        readers.loop.run_until_complete(readers.close())
+        readers.run(readers.close())
     return None
 
 
