@@ -36,7 +36,7 @@ from tests.benchmarks.sides import ROOT
 
 SPREAD = " spread"
 RESULT = ROOT / "bench-results" / "cluster.json"
-RATES, SERVER_RATES, ROUND_S = (100, 1000), (1000, 4000), 4.0
+RATES, SERVER_RATES, ROUND_S, SIZING_S = (100, 1000), (1000, 4000), 4.0, 3.0
 
 
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -45,7 +45,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "server": lambda num_rounds: cluster_server.measure(SERVER_RATES, num_rounds, ROUND_S),
     "restore": lambda num_rounds: cluster_restore.measure(max(1, num_rounds // 2)),
     "sync": lambda num_rounds: cluster_sync.measure(max(1, num_rounds // 2), ROUND_S),
-    "sizing": lambda num_rounds: cluster_sizing.measure(max(1, num_rounds // 2), ROUND_S),
+    "sizing": lambda num_rounds: cluster_sizing.measure(max(1, num_rounds // 2), SIZING_S),
 }
 
 
