@@ -79,12 +79,13 @@ class VllmEngine:
     kind = "vLLM"
     block_size = BLOCK_SIZE
 
-    def __init__(self, name, folder, urls, *, seed=1):
+    def __init__(self, name, folder, urls, *, url=None, seed=1):
         folder = folder / name
         folder.mkdir()
         said = {"KVPLUG_NATS": ",".join(urls), "KVPLUG_NATS_FLEET": FLEET}
+        said |= {} if url is None else {"KVPLUG_NATS_WORKER": url}
         self._server = plugged_vllm(name, env=FORKED | said).make(folder)
-        self.name, self.url = name, self._server.url
+        self.name, self.url = name, url or self._server.url
         self.process = self._server.process
         self._workload = Workload(self, seed)
         self._is_working, self._thread = threading.Event(), None
