@@ -97,10 +97,12 @@ class VllmEngine:
         self._server.wait_ready()
 
     def kill(self):
+        self._is_working.clear()
         self.process.kill()
         self._join()
 
     def stop(self):
+        self._is_working.clear()
         self.process.stop()
 
     def complete(self, prompts, *, max_tokens=1):
@@ -112,9 +114,12 @@ class VllmEngine:
         self._thread.start()
 
     def _work_on(self):
-        with suppress(OSError, http.client.HTTPException):  # it may be killed
-            while self._is_working.is_set():
+        while self._is_working.is_set():
+            try:
                 self._workload.round()
+            except (OSError, http.client.HTTPException, AssertionError):
+                if self._is_working.is_set():  # it is not being killed
+                    raise
 
     def end_work(self):
         self._join()
