@@ -25,8 +25,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     it has applied the stream; lag_messages, lag_s: how far and how long it is behind its end;
     generation, snapshot_seq, snapshot_bytes: of the last snapshot, None without one; num_snapshots:
     made by this replica; num_consumers: durable consumers that it has made, one after another;
-    num_rewound: times that the stream was new or had lost its end; num_late_beats: signs of life
-    that came 2 s before the events that they speak of; restored_bytes, ready_after_s: of its start;
+    num_rewound: times that the stream was new or had lost its end; num_late_beats: beats that
+    waited 1 s for events that they count; restored_bytes, ready_after_s: of its start;
     problems: by part, a sentence; refused: what the server does not allow this router;
     differences: of the stream from what this router would make; replicas: the others; is_double:
     another one has its id.

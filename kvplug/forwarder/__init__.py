@@ -10,5 +10,5 @@ own_wire     kvplug's own stream, passed on as it is
 output       the subjects of one publisher on NATS
 status       /health and /metrics
 
-It knows neither the router nor Numba.
+It imports neither the router nor Numba.
 """

@@ -29,21 +29,21 @@ class NatsFlags:
     )
     nats_creds_file: Path | None = setting(
         None,
-        "file with one's credentials, a JWT and its seed (`.creds`)",
+        "file with the credentials, a JWT and its seed (`.creds`)",
         flag="--nats-creds-file FILE",
     )
     nats_nkey_file: Path | None = setting(
-        None, "file with the seed of one's nkey", flag="--nats-nkey-file FILE"
+        None, "file with the seed of the nkey", flag="--nats-nkey-file FILE"
     )
     nats_tls_ca_file: Path | None = setting(
         None,
-        "certificates of who signed those of the servers",
+        "CA certificates that the servers' certificates are checked against",
         flag="--nats-tls-ca-file FILE",
         default_text="those that the system trusts",
     )
     nats_tls_cert_file: Path | None = setting(
         None,
-        "one's own certificate; with `--nats-tls-key-file`",
+        "client certificate; with `--nats-tls-key-file`",
         flag="--nats-tls-cert-file FILE",
     )
     nats_tls_key_file: Path | None = setting(

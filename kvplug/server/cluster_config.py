@@ -52,21 +52,22 @@ class ClusterConfig(NatsFlags):
     )
     nats_replicas: int = setting(
         1,
-        "servers that keep a copy of the stream and of the snapshots, 1, 3 or 5, when this router "
-        "makes them. With 3, one server may fail",
+        "servers that keep a copy of the stream and of the snapshots, 1, 3 or 5, if this router "
+        "creates them. With 3, one server may fail",
         flag="--nats-replicas",
         limits=Limits("1, 3 or 5", lambda value: whole(value) in (1, 3, 5)),
     )
     nats_max_bytes: int = setting(
         2**30,
-        "size of the stream at most, when this router makes it; the oldest events go first. Set "
+        "maximum size of the stream, if this router creates it; the oldest events go first. Set "
         "it well below the servers' disks",
         flag="--nats-max-bytes",
         limits=Limits("at least 1048576", lambda value: whole(value) >= 2**20),
     )
     router_id: str | None = setting(
         None,
-        "this router among the others, the same after each start: 1 to 64 letters, digits, _ or -",
+        "name of this router, unique among the routers of the fleet and the same after each start: "
+        "1 to 64 letters, digits, _ or -",
         flag="--router-id",
         default_text="host name and port",
         limits=Limits(
@@ -76,20 +77,20 @@ class ClusterConfig(NatsFlags):
     )
     router_snapshot_threshold: int = setting(
         10_000,
-        "messages in the stream since the last snapshot, from which on one of the routers makes "
-        "another and removes them from the stream",
+        "with more messages than this in the stream since the last snapshot, one of the routers "
+        "makes another snapshot and removes them from the stream",
         flag="--router-snapshot-threshold",
         limits=Limits("above 0", lambda value: whole(value) > 0),
     )
     router_reset_states: bool = setting(
         False,
-        "start with nothing: forget the stream and the snapshots, and ask the engines what they "
-        "hold. Routers that run do the same",
+        "discard the stream and the snapshots, and ask the engines what they hold. Routers that "
+        "run do the same",
         flag="--router-reset-states",
     )
     router_replica_sync: bool = setting(
         False,
-        "tell the other routers what is sent to which worker, and count what they send "
+        "tell the other routers what this one sends to which worker, and count what they send "
         "([replica sync](cluster.md#replica-sync))",
         flag="--router-replica-sync",
     )

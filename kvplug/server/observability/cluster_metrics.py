@@ -61,7 +61,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
         lambda s: s.num_rewound,
     ),
     "kvplug_late_beats": (
-        "signs of life of engines that came 2 s before the events that they speak of",
+        "beats of engines that waited 1 s for events of the stream that they count",
         lambda s: s.num_late_beats,
     ),
     "kvplug_snapshots_made": ("snapshots that this router made", lambda s: s.num_snapshots),
