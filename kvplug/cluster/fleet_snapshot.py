@@ -4,8 +4,8 @@ In:  a router and its followers between two messages, the stream sequence that t
 Out: bytes; from these the same blocks, and the positions at which followers go on.
 
 Blocks and positions are of one moment, so what comes again later is dropped by its number, and what
-is missing shows by its number. Blocks of a rank whose follower has no position (of a stock
-publisher, of one that is unknown yet) are left out: nobody could tell what is missing of them.
+is missing shows by its number. Blocks of a rank whose follower has no position (a stock
+publisher, or one that was not heard yet) are left out: nobody could tell what is missing of them.
 """
 
 from __future__ import annotations

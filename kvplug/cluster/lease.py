@@ -2,7 +2,7 @@
 
 In:  who wants it.   Out: whether it is theirs, until it is released or they are silent.
 
-The server ends it (a value with a time to live), so that no clocks are compared. A holder that was
+The server expires it (a value with a time to live), so no clocks are compared. A holder that was
 paused may go on without it: whatever it does is harmless (kvplug/cluster/checkpoints.py).
 """
 

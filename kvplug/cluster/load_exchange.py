@@ -2,7 +2,7 @@
 
 In:  a router's requests; the messages of its peers.   Out: messages for them; load in the router.
 
-Each change of load is told at once, as late news is worse than none; all that is in flight is told
+Each change of load is told at once, as late news is worth little; all that is in flight is told
 every second, which puts right what was lost. Rows are absolute, so a message that comes late or
 twice, by its number, is not needed. Of a peer that is silent for SILENCE_S nothing counts any more.
 

@@ -3,9 +3,9 @@
 In:  what a hello says now; hellos of others on the same subject.
 Out: a hello every 2 s, which no stream keeps; a namesake has come or gone.
 
-Two publishers of one name would take turns at being a reader's truth. The one that started later
-speaks; the other is silent until it has heard nothing of it for three beats. Each says in a header
-who it is: when it started, and random digits.
+Two publishers of one name would replace each other's blocks in every reader. So the one that
+started later publishes; the other is silent until it has heard nothing from it for three beats. A
+header identifies each: when it started, and random digits.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Out: messages on NATS, by the wire that the publisher speaks; health.
 
 Its first message says which wire that is. kvplug's own publishers say a hello to each newcomer, so
 one that is connected and silent is a stock publisher that has stored nothing. Until then nothing is
-said of it: a life made up for it would be another one than its own.
+published about it, as a life invented here would not be its own.
 """
 
 from __future__ import annotations

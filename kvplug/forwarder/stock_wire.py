@@ -3,9 +3,9 @@
 In:  its messages, live and replayed, put in order by a Sequencer.
 Out: hellos and events of kvplug/protocol.py, answers to asks; counts of what cannot be used.
 
-What cannot be repaired on this side, readers must not take for all that the engine holds: the hello
-names it among the defects until the engine clears its cache, or starts anew. When what was known
-has to be forgotten, a new life begins, which holds nothing.
+If events are lost for good on this side, the hello says so among its defects, so that readers know
+that blocks are missing, until the engine clears its cache or restarts. When known blocks must be
+forgotten, a new life begins, which holds nothing.
 """
 
 from __future__ import annotations

@@ -6,5 +6,5 @@ subjects    names of subjects, of the stream, of buckets
 connection  a connection that comes back by itself, on a thread of its own
 server      a nats-server that this process starts
 
-Needs `pip install 'kvplug[nats]'`. Engines use it, too: it knows neither the router nor Numba.
+Needs `pip install 'kvplug[nats]'`. Engines use it, too: it imports neither the router nor Numba.
 """

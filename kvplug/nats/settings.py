@@ -1,4 +1,4 @@
-"""NatsSettings: where the NATS servers are, and by what right they are used.
+"""NatsSettings: where the NATS servers are, and how to authenticate there.
 
 In:  the router's flags, or $KVPLUG_NATS* in an engine.   Out: what a connection needs; ConfigError.
 

@@ -1,4 +1,4 @@
-"""What a router of several needs beside itself: a NATS server if it starts one, its replica, sync.
+"""What a router in a cluster needs besides itself: a NATS server if it starts one, replica, sync.
 
 In:  a ServerConfig with `nats`, a router.   Out: a Replica for the fleet; how it is.
 
