@@ -161,9 +161,10 @@ class Checkpoints:
         client = await self._connection.connected()
         keys, after = ManifestKey(client, self._subjects.state_bucket), None
         while after is None:
-            held, info = await keys.read(), await self._stream_info(client)
-            first = held.manifest or Manifest(created="")
-            manifest = first.reset(str(info.created), info.state.last_seq)
+            held, info = await keys.read_any(), await self._stream_info(client)
+            created = str(info.created)
+            first = held.manifest or await self._first(client, created)
+            manifest = first.reset(created, info.state.last_seq)
             after = await keys.replace(held, manifest)
         self._follow(after)
         await self._purge(client, manifest.seq, [])
@@ -317,8 +318,8 @@ class Checkpoints:
         return manifest
 
     async def _first(self, client: Client, created: str) -> Manifest:
-        """What the first manifest follows: if there was one that is lost, of a generation above, so
-        that its objects are collected.
+        """What the first manifest follows: if there was one that is lost or damaged, of a
+        generation above, so that its objects are collected.
         """
         generations = [generation_of(name) for name in await self._objects(client).names()]
         return Manifest(created=created, generation=max(generations, default=-1) + 1)

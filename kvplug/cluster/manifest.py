@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -92,7 +93,7 @@ class Held(NamedTuple):
 
 
 class ManifestKey:
-    """read, replace."""
+    """read, read_any, replace."""
 
     def __init__(self, client: Client, bucket: str, timeout_s: float = 5.0) -> None:
         self._key = StateKey(client, bucket, KEY, timeout_s)
@@ -106,6 +107,13 @@ class ManifestKey:
             return Held(msgspec.json.decode(value, type=Manifest), revision)
         except msgspec.MsgspecError as error:
             raise SnapshotError(f"expected a manifest of snapshots, got {error}") from error
+
+    async def read_any(self) -> Held:
+        """The same, but what is no manifest counts as none: for who replaces it whatever it is."""
+        value, revision = await self._key.read()
+        with suppress(msgspec.MsgspecError):
+            return Held(msgspec.json.decode(value or b"", type=Manifest), revision)
+        return Held(None, revision)
 
     async def replace(self, held: Held, manifest: Manifest) -> Held | None:
         """What holds now, if `held` did until now; else None."""

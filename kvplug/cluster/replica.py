@@ -32,7 +32,7 @@ from kvplug.cluster.parts import Part
 from kvplug.cluster.presence import Presence, ReplicaSaid
 from kvplug.cluster.replica_status import Lag, ReplicaStatus
 from kvplug.cluster.streams import Streams, StreamSettings, StreamState
-from kvplug.errors import ConfigError, SnapshotError, TransportError
+from kvplug.errors import ConfigError, KvplugError, SnapshotError, TransportError
 from kvplug.events import Rank
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
@@ -216,7 +216,10 @@ class Replica:
         if self._settings.resets_states:
             manifest = await self._checkpoints.reset()
             return Restored(manifest, None, manifest.seq, None)
-        restored = await self._checkpoints.restore()
+        try:
+            restored = await self._checkpoints.restore()
+        except SnapshotError as error:  # of the manifest
+            restored = Restored(None, None, 0, f"{error}; --router-reset-states replaces it")
         self._note(Part.RESTORE, restored.reason)
         return restored
 
@@ -284,8 +287,8 @@ class Replica:
                     self._num_snapshots += made is not None
                     self._num_direct_saved, self._saved_at_s = self._num_direct(), time.monotonic()
                     self._note(Part.SNAPSHOT, None)
-            except (TransportError, SnapshotError, TimeoutError) as error:
-                self._note(Part.SNAPSHOT, str(error) or "the event thread is busy")
+            except Exception as error:  # noqa: BLE001 - the next one may succeed
+                self._note(Part.SNAPSHOT, _sentence(error))
 
     async def _is_due(self, checkpoints: Checkpoints) -> bool:
         """By the stream, or by what came from engines directly. A manifest only rises, so that the
@@ -327,7 +330,10 @@ class Replica:
             return
         logger.info("the states were reset (generation %d): engines are asked", manifest.generation)
         for follower in self._followers():
-            await asyncio.to_thread(thread.call, follower.sequencer.start_over)
+            try:
+                await asyncio.to_thread(thread.call, follower.sequencer.start_over)
+            except TimeoutError as error:
+                raise TransportError("the event thread is busy") from error
 
     # -- how it is --
 
@@ -398,6 +404,12 @@ class Replica:
         else:
             self._problems[part] = problem
             logger.warning("NATS: %s: %s", part, problem)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "the event thread is busy"
+    return str(error) if isinstance(error, KvplugError) else f"{type(error).__name__}: {error}"
 
 
 def _say_failure(following: Future[None]) -> None:

@@ -128,6 +128,8 @@ class ForwardedEngine:
 
     def close(self) -> None:
         """Send what waits, for a second at most."""
+        if isinstance(self.wire, OwnWire):
+            self.wire.disconnected()  # or the thread of an answer would outlive all
         if self.output is not None:
             self.output.close()
 

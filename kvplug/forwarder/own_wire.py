@@ -240,6 +240,8 @@ class OwnWire:
     def answer(self, ask: Ask) -> list[Numbered]:
         """What the engine says to it; TransportError or TimeoutError."""
         asked = self._asked = _Asked(ask)
+        if not self._is_connected:  # looked at last: the stream may go just now
+            self._fail("the stream of the engine is gone")
         return asked.answer.result(self._settings.max_answer_s + _MARGIN_S)
 
 

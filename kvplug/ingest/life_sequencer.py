@@ -106,7 +106,9 @@ class LifeSequencer(KnownLife):
 
     def resumed(self) -> None:
         """The stream goes on where it was; a sign of life tells whether that is all."""
-        self._is_interrupted = False
+        if self._lost_at_s is not None:  # something may be lost that was on its way
+            self._lives.silenced()
+        self._is_interrupted, self._lost_at_s = False, None
         self._asks.connected()
 
     def resume(self, position: FollowerPosition) -> None:

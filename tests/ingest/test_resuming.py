@@ -133,6 +133,19 @@ def test_an_interruption_forgets_nothing_and_asks_nothing(publisher, clock):
     assert follower.sequencer.num_replays == num_replays
 
 
+def test_a_source_that_failed_and_was_opened_again_is_followed_as_before(publisher, clock):
+    follower, router = newcomer(clock)
+    follower.receive(kept(publisher.hello(), publisher.store(2)))
+    follower.receive([publisher.hello()])
+    follower.on_disconnected()
+    follower.on_resumed()
+    assert follower.trust is trust.NO_HEARTBEAT, "what was on its way may be lost"
+    follower.receive([publisher.hello()])
+    assert follower.trust is trust.EXACT
+    wait(follower, clock, 60, publisher)
+    assert (names(router), follower.trust) == ([1, 2], trust.EXACT)
+
+
 def test_asks_that_failed_before_an_interruption_are_made_at_once_after_it(publisher, clock):
     follower, router = newcomer(clock)
     follower.receive([publisher.hello(), publisher.store(1)])

@@ -1,0 +1,131 @@
+"""A Replica on a real server, without a router's HTTP service: what must not end it."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvplug import Rank, Router, RouterConfig
+from kvplug.cluster.objects import SnapshotObjects
+from kvplug.cluster.parts import Part
+from kvplug.cluster.replica import Replica, ReplicaSettings
+from kvplug.cluster.state_key import StateKey
+from kvplug.ingest import trust
+from kvplug.ingest.event_thread import EventThread
+from kvplug.ingest.follower import Follower
+from kvplug.nats.settings import NatsSettings
+from kvplug.topics import Topic
+from kvplug.transports.nats_messages import topic_of
+from tests.cluster.snapshots import ANYBODY, frozen
+from tests.ingest.life_publisher import LifePublisher
+from tests.waiting import until
+
+RANK = Rank(ANYBODY.worker)
+
+
+class Following:
+    """A router with one worker, whose events come over NATS; replica, thread, follower."""
+
+    def __init__(self, url, fleet, **settings):
+        self.router = Router(RouterConfig(block_size=4))
+        self.router.add_worker(RANK.worker)
+        nats = NatsSettings(servers=(url,), fleet=fleet.subjects.fleet)
+        self.replica = Replica(self.router, ReplicaSettings(nats=nats, router_id="a", **settings))
+        self.thread = EventThread(self.replica.transports)
+
+    async def begin(self):
+        self.thread.start()
+        self.replica.start(self.thread)
+        assert await self.replica.prepared()
+        self.replica.restore()
+        self.follower = Follower(self.router, RANK)
+        self.replica.resume(self.follower)
+        self.thread.follow_topic(self.follower, Topic.parse(topic_of(ANYBODY)))
+        self.replica.follow(lambda: [self.follower])
+
+    async def stop(self):
+        self.thread.stop()
+        await self.replica.stop()
+
+
+@pytest.fixture
+async def following(server, fleet):
+    made = Following(server.url, fleet, snapshot_threshold=1)
+    yield made
+    await made.stop()
+
+
+@asynccontextmanager
+async def beating(fleet, publisher):
+    """It gives signs of life, often."""
+    client, subject = await fleet.client(), fleet.subjects.beats(ANYBODY)
+
+    async def beat():
+        while True:
+            await fleet.run(client.publish(subject, publisher.hello().payload))
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def is_exact(following, publisher):
+    def is_equal():
+        with following.router.locked():
+            held = following.router.index_of(RANK).engine_hashes_of(RANK)
+            return sorted(held.tolist()) == publisher.held
+
+    follower = following.follower
+    await until(lambda: follower.trust is trust.EXACT and is_equal(), "all is known")
+
+
+async def damage_the_manifest(fleet):
+    key = StateKey(await fleet.client(), fleet.subjects.state_bucket, "manifest")
+    _, revision = await fleet.run(key.read())
+    await fleet.run(key.replace(b"{no JSON", revision))
+
+
+async def test_a_reset_replaces_a_damaged_manifest(fleet):
+    made, resetting = fleet.checkpoints(), fleet.checkpoints("b")
+    await fleet.run(made.make(frozen(await fleet.publish(3), b"data")))
+    generation = made.manifest.generation
+    await damage_the_manifest(fleet)
+    manifest = await fleet.run(resetting.reset())
+    assert manifest.reset_generation == manifest.generation > generation, "living ones take it up"
+    restored = await fleet.run(fleet.checkpoints("c").restore())
+    assert (restored.snapshot, restored.reason) == (None, None)
+    client = await fleet.client()
+    objects = SnapshotObjects(client, fleet.subjects.snapshot_bucket)
+    assert await fleet.run(objects.names()) == []
+
+
+async def test_a_snapshot_that_fails_is_named_and_followed_by_others(fleet, following, monkeypatch):
+    monkeypatch.setattr("kvplug.cluster.replica.MIN_SNAPSHOT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvplug.cluster.replica._LOOK_S", 0.05)
+    monkeypatch.setattr("kvplug.cluster.replica.freeze", lambda *_: 1 // 0)
+    publisher = LifePublisher()
+    await following.begin()
+    for message in (publisher.hello(), publisher.store(3), publisher.store(1)):
+        await fleet.publish(1, message.payload)
+    status = lambda: following.replica.status  # noqa: E731
+    await until(lambda: Part.SNAPSHOT in status().problems, "it is named")
+    assert "ZeroDivisionError" in status().problems[Part.SNAPSHOT]
+    monkeypatch.undo()
+    monkeypatch.setattr("kvplug.cluster.replica._LOOK_S", 0.05)
+    await until(lambda: status().num_snapshots, "the next one succeeds")
+
+
+async def test_a_damaged_manifest_leaves_events_followed_and_is_named(fleet, following):
+    publisher = LifePublisher()
+    await damage_the_manifest(fleet)
+    await following.begin()
+    for message in (publisher.hello(), publisher.store(3)):
+        await fleet.publish(1, message.payload)
+    await until(lambda: following.follower.num_messages, "the stream is read")
+    async with beating(fleet, publisher):
+        await is_exact(following, publisher)
+    assert "expected a manifest" in following.replica.status.problems[Part.RESTORE]
