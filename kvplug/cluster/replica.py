@@ -400,7 +400,7 @@ class Replica:
         if problem == self._problems.get(part):
             return
         if problem is None:
-            logger.info("NATS: %s: %s is over", part, self._problems.pop(part))
+            logger.info("NATS: %s: resolved: %s", part, self._problems.pop(part))
         else:
             self._problems[part] = problem
             logger.warning("NATS: %s: %s", part, problem)
