@@ -12,7 +12,7 @@ from kvplug.audit import audit as audit_module
 from kvplug.audit.audit import Audit, Usage
 from kvplug.index.sweeping import Clearing
 from kvplug.packed import PackedStored, encode
-from kvplug.router import followed_fleet
+from kvplug.router import followed_fleet, saved_fleet
 from tests.plugins.stock_client import wait_until
 
 BLOCK, NUM_PROMPTS = 4, 3000
@@ -147,7 +147,7 @@ def test_an_index_is_saved_while_requests_go_and_events_wait(router, audit, tmp_
         is_writing.set()
         assert may_end.wait(PATIENCE_S)
 
-    monkeypatch.setattr(followed_fleet.Snapshot, "write", write)
+    monkeypatch.setattr(saved_fleet.Snapshot, "write", write)
     with in_thread(router.save_index, tmp_path / "index"):
         assert is_writing.wait(PATIENCE_S)
         with in_thread(router.apply, RANK, prompts_stored(11, 20)):

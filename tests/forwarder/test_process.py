@@ -1,6 +1,7 @@
 """The forwarder as a process: its settings, status and end; a router that reads what it says."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,12 +23,15 @@ from kvplug.nats.subjects import PublisherName, Subjects
 from kvplug.topics import Topic
 from kvplug.transports import TRANSPORTS
 from kvplug.transports.nats import NatsTransport
+from tests.documentation import ROOT
 from tests.forwarder.engines import BLOCK_SIZE, WORKER, engine
 from tests.nats_servers import free_ports, nats_servers
 from tests.plugins.nats_reader import make_stream
 from tests.waiting import until
 
 RANK = Rank(WORKER)
+PAGE = (ROOT / "docs" / "forwarder.md").read_text()
+DOCUMENTED = set(re.findall(r"kvplug_forwarder_\w+", PAGE))
 
 
 class Process:
@@ -126,6 +130,7 @@ async def test_a_killed_forwarder_leaves_a_router_stale_and_then_exact(tmp_path,
                 assert json.loads(forwarder.page("health"))["engines"][WORKER]["connected"]
                 page = forwarder.page("metrics")
                 assert f'kvplug_forwarder_connected{{worker="{WORKER}"}} 1' in page
+                assert set(re.findall(r"^# TYPE (\w+)", page, re.MULTILINE)) == DOCUMENTED
             assert forwarder.stop() == 0
         finally:
             forwarder.kill()
