@@ -32,7 +32,7 @@ from kvplug.cluster.parts import Part
 from kvplug.cluster.presence import Presence, ReplicaSaid
 from kvplug.cluster.replica_status import Lag, ReplicaStatus
 from kvplug.cluster.streams import Streams, StreamSettings, StreamState
-from kvplug.errors import ConfigError, KvplugError, SnapshotError, TransportError
+from kvplug.errors import ConfigError, KvplugError, SnapshotError, TransportError, UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
@@ -55,7 +55,7 @@ _POLL_S: Final = 0.1
 _RETRY_S: Final = 1.0
 _LOOK_S: Final = 1.0
 _STOP_TIMEOUT_S: Final = 2.0
-_FREEZE_TIMEOUT_S: Final = 60.0
+_CALL_TIMEOUT_S: Final = 60.0
 _MARK_TIMEOUT_S: Final = 10.0
 _MARK_PAUSE_S: Final = 0.05
 
@@ -94,7 +94,7 @@ class Replica:
         self._num_direct_saved = 0
         self._saved_at_s = self._began_s = time.monotonic()
         self._restored: Restored | None = None
-        self._has_begun = self._is_stopping = False
+        self._has_started = self._has_begun = self._is_stopping = False
         self._positions: dict[Rank, FollowerPosition] = {}
         self._stream: StreamState | None = None
         self._lag = Lag()
@@ -122,6 +122,7 @@ class Replica:
             thread.bind(ENDPOINT)
         self.connection.on_change(self._note_connection)
         self.connection.start()
+        self._has_started = True
         self._preparing: Future[None] = self.connection.submit(self._prepare())
 
     async def prepared(self) -> bool:
@@ -186,6 +187,9 @@ class Replica:
     async def stop(self) -> None:
         """Leave; the index stays as it is."""
         self._is_stopping = True
+        if not self._has_started:
+            self.connection.stop()
+            return
         with suppress(TransportError, TimeoutError):
             leaving = asyncio.wrap_future(self.connection.submit(self._presence.end()))
             await asyncio.wait_for(leaving, _STOP_TIMEOUT_S)
@@ -241,6 +245,7 @@ class Replica:
             return
         if not self._has_begun:
             await asyncio.to_thread(self._restore_late)
+        await asyncio.to_thread(self._call, self._forget_unclaimed)
         assert self._restored is not None
         self._goal_seq = 0 if self._stream is None else self._stream.last_seq
         self.transport.start_after(self._restored.seq)
@@ -251,11 +256,27 @@ class Replica:
     def _restore_late(self) -> None:
         """Servers came after the followers: those that have heard nothing yet begin there."""
         self.restore()
-        thread = self._thread
-        assert thread is not None
         for follower in self._followers():
-            if follower.num_messages == 0:
-                thread.call(partial(self.resume, follower))
+            self._call(partial(self._resume_late, follower))
+
+    def _resume_late(self, follower: Follower) -> None:
+        """In the event thread. One that has heard something knows nothing of these blocks."""
+        if follower.num_messages == 0:
+            self.resume(follower)
+        elif self._positions.pop(follower.rank, None) is not None:
+            follower.start_anew()
+
+    def _forget_unclaimed(self) -> None:
+        """In the event thread: blocks of ranks that nobody follows would be taken for new ones."""
+        for rank in list(self._positions):
+            if self._positions.pop(rank, None) is not None:
+                with suppress(UnknownRankError):
+                    self._router.clear(rank)
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        """In the event thread, which may be busy; not from a loop."""
+        assert self._thread is not None
+        return self._thread.call(call, timeout_s=_CALL_TIMEOUT_S)
 
     async def _look(self) -> None:
         """At the stream, every second: whether it is there, and how far behind this one is."""
@@ -273,7 +294,7 @@ class Replica:
             raise
         self._note_stream(state)
         self._note(Part.STREAM, None)
-        if self._ready_after_s is None and self.transport.applied_seq >= (self._goal_seq or 0):
+        if self._ready_after_s is None and self._done_seq >= (self._goal_seq or 0):
             self._ready_after_s = time.monotonic() - self._began_s
             logger.info("ready %.1f s after the start", self._ready_after_s)
 
@@ -309,9 +330,7 @@ class Replica:
         return self.transport.applied_seq >= seq
 
     async def _freeze(self) -> FrozenFleet:
-        assert self._thread is not None
-        call = partial(self._thread.call, self._freeze_now, timeout_s=_FREEZE_TIMEOUT_S)
-        return await asyncio.to_thread(call)
+        return await asyncio.to_thread(self._call, self._freeze_now)
 
     def _freeze_now(self) -> FrozenFleet:
         """In the event thread: index, positions and number of one moment."""
@@ -323,15 +342,13 @@ class Replica:
 
     async def _note_manifest(self, manifest: Manifest, needs_clear: bool) -> None:
         """Another replica began a generation."""
-        thread = self._thread
-        assert thread is not None
         if not needs_clear:
             self.transport.start_after(0)
             return
         logger.info("the states were reset (generation %d): engines are asked", manifest.generation)
         for follower in self._followers():
             try:
-                await asyncio.to_thread(thread.call, follower.sequencer.start_over)
+                await asyncio.to_thread(self._call, follower.sequencer.start_over)
             except TimeoutError as error:
                 raise TransportError("the event thread is busy") from error
 
@@ -350,8 +367,8 @@ class Replica:
             is_connected=self.connection.is_connected,
             is_ready=self._ready_after_s is not None,
             applied_seq=applied_seq,
-            lag_messages=max(0, last_seq - applied_seq),
-            lag_s=self._lag.lag_s(applied_seq),
+            lag_messages=max(0, last_seq - self._done_seq),
+            lag_s=self._lag.lag_s(self._done_seq),
             stream=stream,
             generation=0 if manifest is None else manifest.generation,
             snapshot_seq=None if manifest is None else manifest.seq,
@@ -369,6 +386,14 @@ class Replica:
             replicas=self._presence.others(),
             is_double=self._presence.is_double,
         )
+
+    @property
+    def _done_seq(self) -> int:
+        """Up to where nothing is left to be applied, as it is applied or the stream has it no more:
+        what is missing then shows by the numbers of publishers.
+        """
+        first_seq = 0 if self._stream is None else self._stream.first_seq
+        return max(self.transport.applied_seq, first_seq - 1)
 
     def _shown_problems(self, reading_error: str | None) -> dict[Part, str]:
         problems = dict(self._problems)

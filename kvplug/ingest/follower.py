@@ -236,6 +236,11 @@ class Follower:
         sequencer.resume(position)
         self._note_trust()
 
+    def start_anew(self) -> None:
+        """Forget all blocks of the rank, and have its publisher say what it holds."""
+        self._start_anew(are_ours=self.speaks_ours)
+        self._note_trust()
+
     def receive(self, messages: list[Message]) -> None:
         """Apply messages in the order of their arrival."""
         was_blind = self.trust.level is Trust.BLIND

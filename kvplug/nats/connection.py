@@ -95,6 +95,8 @@ class NatsConnection:
 
     def stop(self) -> None:
         """Send what is buffered, for a second at most, and close; again is harmless."""
+        if self._thread.ident is None:  # it was never started
+            self.loop.close()
         if not self._thread.is_alive():
             return
         with suppress(RuntimeError):  # its loop has just ended

@@ -52,6 +52,9 @@ _MAX_PAUSE_S: Final = 2.0
 _TIMEOUT_S: Final = 3.0
 _HOLD_S: Final = 1.0
 _MAX_HELD: Final = 20_000
+# Beats that wait for the event thread, of a publisher that says too much; others come again.
+_MAX_BEAT_BYTES: Final = 16 * 2**20
+_BEAT_OVERHEAD_BYTES: Final = 500
 # Of the consumer: one that is gone for longer begins behind its snapshot again.
 _INACTIVE_S: Final = 600.0
 # Messages that nobody acknowledged are sent again: not to a replica that is paused for a while.
@@ -78,8 +81,9 @@ class NatsStreamSource:
         self._anew = asyncio.Event()
         self._pull: Pull | None = None
         self._delivered_seq, self._acked = 0, ""
-        self._held: deque[tuple[float, int, Message]] = deque()
+        self._held: deque[tuple[float, int, Delivered]] = deque()
         self._held_seq = 0  # the lowest that a beat waits for
+        self._num_beat_bytes_in = self._num_beat_bytes_out = 0
         self._beats: Subscription | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = self._is_gone = False
@@ -108,6 +112,7 @@ class NatsStreamSource:
         self.reading.apply()
         arrived = self._arrivals.take(max_messages)
         of_stream = [each for each in arrived if each.epoch]
+        self._num_beat_bytes_out += sum(each.num_bytes for each in arrived if not each.epoch)
         if of_stream:
             self._note_taken(of_stream)
         return [each.message for each in arrived if each.message is not None]
@@ -306,21 +311,27 @@ class NatsStreamSource:
         topic = self._topics.of(msg.subject)
         if topic is None or self._is_closed or not self.reading.may_begin:
             return
-        message = message_of(topic, msg, is_live=True)
+        if self._num_beat_bytes_in - self._num_beat_bytes_out > _MAX_BEAT_BYTES:
+            return
+        num_bytes = len(msg.data) + _BEAT_OVERHEAD_BYTES
+        beat = Delivered(message_of(topic, msg, is_live=True), num_bytes=num_bytes)
         seq = number_in((msg.headers or {}).get(STREAM_SEQUENCE, "")) or 0
         if seq <= self._delivered_seq:
-            self._arrivals.put(Delivered(message))
+            self._arrivals.put(beat)
         elif len(self._held) < _MAX_HELD:
             self.reading.num_held += 1
             self._held_seq = min(seq, self._held_seq) if self._held else seq
-            self._held.append((monotonic() + _HOLD_S, seq, message))
+            self._held.append((monotonic() + _HOLD_S, seq, beat))
+        else:
+            return
+        self._num_beat_bytes_in += num_bytes
 
     def _release(self) -> None:
         now_s, held, self._held = monotonic(), self._held, deque()
-        for due_s, seq, message in held:
+        for due_s, seq, beat in held:
             if seq > self._delivered_seq and due_s > now_s:
-                self._held.append((due_s, seq, message))
+                self._held.append((due_s, seq, beat))
                 continue
             self.reading.num_late += seq > self._delivered_seq
-            self._arrivals.put(Delivered(message))
+            self._arrivals.put(beat)
         self._held_seq = min((seq for _, seq, _ in self._held), default=0)

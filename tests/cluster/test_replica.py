@@ -33,15 +33,34 @@ class Following:
         self.replica = Replica(self.router, ReplicaSettings(nats=nats, router_id="a", **settings))
         self.thread = EventThread(self.replica.transports)
 
-    async def begin(self):
+    async def restore(self):
         self.thread.start()
         self.replica.start(self.thread)
         assert await self.replica.prepared()
         self.replica.restore()
+
+    async def begin(self):
+        await self.restore()
+        self.follow()
+
+    async def begin_late(self, *heard):
+        """A follower has heard something before the servers are there."""
+        self.thread.start()
+        self.replica.start(self.thread)
+        self.follow(*heard)
+
+    def follow(self, *heard):
         self.follower = Follower(self.router, RANK)
         self.replica.resume(self.follower)
         self.thread.follow_topic(self.follower, Topic.parse(topic_of(ANYBODY)))
+        if heard:
+            self.thread.call(lambda: self.follower.receive(list(heard)))
         self.replica.follow(lambda: [self.follower])
+
+    @property
+    def held(self):
+        with self.router.locked():
+            return sorted(self.router.index_of(RANK).engine_hashes_of(RANK).tolist())
 
     async def stop(self):
         self.thread.stop()
@@ -53,6 +72,23 @@ async def following(server, fleet):
     made = Following(server.url, fleet, snapshot_threshold=1)
     yield made
     await made.stop()
+
+
+@pytest.fixture
+async def snapshot_of(server, fleet):
+    """Has a snapshot made of what a publisher has said; returns its stream sequence."""
+
+    async def make(*messages):
+        made = Following(server.url, fleet)
+        await made.begin()
+        seqs = [await fleet.publish(1, each.payload) for each in messages]
+        replica = made.replica
+        await until(lambda: replica.status.applied_seq == seqs[-1], "all is applied")
+        await fleet.run(fleet.checkpoints("z").make(replica._freeze))
+        await made.stop()
+        return seqs[-1]
+
+    return make
 
 
 @asynccontextmanager
@@ -74,13 +110,10 @@ async def beating(fleet, publisher):
 
 
 async def is_exact(following, publisher):
-    def is_equal():
-        with following.router.locked():
-            held = following.router.index_of(RANK).engine_hashes_of(RANK)
-            return sorted(held.tolist()) == publisher.held
-
-    follower = following.follower
-    await until(lambda: follower.trust is trust.EXACT and is_equal(), "all is known")
+    await until(
+        lambda: following.follower.trust is trust.EXACT and following.held == publisher.held,
+        "all is known",
+    )
 
 
 async def damage_the_manifest(fleet):
@@ -129,3 +162,44 @@ async def test_a_damaged_manifest_leaves_events_followed_and_is_named(fleet, fol
     async with beating(fleet, publisher):
         await is_exact(following, publisher)
     assert "expected a manifest" in following.replica.status.problems[Part.RESTORE]
+
+
+async def test_a_late_snapshot_gives_no_blocks_to_who_has_spoken_meanwhile(
+    fleet, following, snapshot_of
+):
+    former, restarted = LifePublisher(), LifePublisher()
+    await snapshot_of(former.hello(), former.store(3))
+    await following.begin_late(restarted.hello())
+    await until(lambda: following.replica.status.restored_bytes, "the snapshot is there")
+    async with beating(fleet, restarted):
+        await until(lambda: following.replica.status.num_consumers, "the stream is read")
+        await is_exact(following, restarted)
+
+
+async def test_blocks_of_who_is_not_followed_are_not_those_of_who_is_later(
+    fleet, following, snapshot_of
+):
+    publisher = LifePublisher()
+    await snapshot_of(publisher.hello(), publisher.store(3))
+    await following.restore()
+    assert following.held == publisher.held
+    following.replica.follow(list)
+    await until(lambda: not following.held, "they are forgotten")
+    position = Follower(following.router, RANK)
+    following.replica.resume(position)
+    assert position.position() is None
+
+
+async def test_messages_that_the_stream_has_no_more_are_not_waited_for(fleet, following):
+    seq = await fleet.publish(3)
+    await fleet.run(fleet.js.purge_stream(fleet.subjects.stream))
+    await following.begin()
+    await until(lambda: following.replica.status.is_ready, "it is ready")
+    status = following.replica.status
+    assert (status.stream.last_seq, status.lag_messages, status.lag_s) == (seq, 0, 0.0)
+
+
+async def test_one_that_was_not_started_is_stopped_at_once(server, fleet):
+    made = Following(server.url, fleet)
+    async with asyncio.timeout(1):
+        await made.stop()

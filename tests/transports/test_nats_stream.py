@@ -273,3 +273,21 @@ async def test_stock_payloads_have_their_number_in_a_header(fleet, read):
         fleet.publish(subject, payload, headers={"Kvplug-Number": str(number)})
     await until(lambda: names(reader.router) == [1000, 11_000], "both are known")
     assert reader.follower.position() is None
+
+
+async def test_beats_that_nobody_takes_are_bounded(fleet, engine, monkeypatch):
+    monkeypatch.setattr("kvplug.transports.nats_stream._MAX_BEAT_BYTES", 10_000)
+    transport = fleet.transport()
+    source, _ = transport.bind("nats://", "")
+    transport.start_after(0)
+    await until(lambda: transport.reading.num_consumers, "it reads")
+    engine.beat()
+    await until(lambda: source.receive(10), "a beat comes")
+    for _ in range(100):
+        engine.beat()
+    engine.say(engine.model.hello())
+    await until(lambda: transport.reading.num_pending == 0 and source.receive(1), "one comes")
+    assert len(source.receive(1000)) < 30
+    engine.beat()
+    await until(lambda: source.receive(10), "the next beat comes")
+    source.close()
