@@ -100,6 +100,7 @@ class Replica:
         self._lag = Lag()
         self._problems = {Part.CONNECTION: self._no_connection}
         self._num_snapshots = 0
+        self._failed_behind_seq: int | None = None  # a snapshot failed, behind this manifest
         self._goal_seq: int | None = None
         self._ready_after_s: float | None = None
 
@@ -303,13 +304,22 @@ class Replica:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                if self.connection.is_connected and await self._is_due(self._checkpoints):
-                    made = await self._checkpoints.make(self._freeze)
-                    self._num_snapshots += made is not None
-                    self._num_direct_saved, self._saved_at_s = self._num_direct(), time.monotonic()
-                    self._note(Part.SNAPSHOT, None)
+                if self.connection.is_connected:
+                    await self._make_if_due(self._checkpoints)
             except Exception as error:  # noqa: BLE001 - the next one may succeed
                 self._note(Part.SNAPSHOT, _sentence(error))
+
+    async def _make_if_due(self, checkpoints: Checkpoints) -> None:
+        seq = 0 if checkpoints.manifest is None else checkpoints.manifest.seq
+        if await self._is_due(checkpoints):
+            self._failed_behind_seq = seq
+            made = await checkpoints.make(self._freeze)
+            self._num_snapshots += made is not None
+            self._num_direct_saved, self._saved_at_s = self._num_direct(), time.monotonic()
+            self._failed_behind_seq = None
+        if self._failed_behind_seq is None or seq > self._failed_behind_seq:  # another made one
+            self._failed_behind_seq = None
+            self._note(Part.SNAPSHOT, None)
 
     async def _is_due(self, checkpoints: Checkpoints) -> bool:
         """By the stream, or by what came from engines directly. A manifest only rises, so that the

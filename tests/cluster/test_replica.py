@@ -6,10 +6,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvplug import Rank, Router, RouterConfig
+from kvplug.cluster.checkpoints import Checkpoints
 from kvplug.cluster.objects import SnapshotObjects
 from kvplug.cluster.parts import Part
 from kvplug.cluster.replica import Replica, ReplicaSettings
 from kvplug.cluster.state_key import StateKey
+from kvplug.errors import TransportError
 from kvplug.ingest import trust
 from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
@@ -150,6 +152,24 @@ async def test_a_snapshot_that_fails_is_named_and_followed_by_others(fleet, foll
     monkeypatch.undo()
     monkeypatch.setattr("kvplug.cluster.replica._LOOK_S", 0.05)
     await until(lambda: status().num_snapshots, "the next one succeeds")
+
+
+async def test_a_look_that_fails_is_no_problem_any_more_once_one_succeeds(
+    fleet, following, monkeypatch
+):
+    monkeypatch.setattr("kvplug.cluster.replica._LOOK_S", 0.05)
+    is_due = Checkpoints.is_due
+
+    async def failing(*_):
+        raise TransportError("no leader")
+
+    monkeypatch.setattr(Checkpoints, "is_due", failing)
+    await following.begin()
+    status = lambda: following.replica.status  # noqa: E731
+    await until(lambda: Part.SNAPSHOT in status().problems, "it is named")
+    monkeypatch.setattr(Checkpoints, "is_due", is_due)
+    await until(lambda: Part.SNAPSHOT not in status().problems, "it is over")
+    assert status().num_snapshots == 0
 
 
 async def test_a_damaged_manifest_leaves_events_followed_and_is_named(fleet, following):
