@@ -149,6 +149,7 @@ class SnapshotObjects:
 
     async def _get(self, name: str) -> bytearray:
         stored = (await self._find(name)).stored
+        await self._require_chunks(stored)
         data = bytearray(stored.size)
         reading = _Reading(memoryview(data))
         inbox = self._client.new_inbox()
@@ -168,6 +169,16 @@ class SnapshotObjects:
                 f"{stored.digest}, got {reading.at} with {digest}"
             )
         return data
+
+    async def _require_chunks(self, stored: StoredObject) -> None:
+        """Room is made for its size, so that must be what the server can have."""
+        subject = self._chunks_of(stored.nuid)
+        num_chunks = (await self._subjects(subject)).get(subject, 0)
+        if not 0 <= stored.size <= num_chunks * CHUNK_NBYTES:
+            raise BrokenObjectError(
+                f"the snapshot {stored.name} is damaged: expected {stored.size} bytes, the server "
+                f"has {num_chunks} chunks of it"
+            )
 
     async def _ask(self, subject: str, reading: _Reading, inbox: str) -> None:
         """For the next chunks; returns when they are there."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Any, Final
 from urllib.parse import unquote
 
 import msgspec
@@ -133,8 +135,8 @@ class ReplicaSync:
         await self._subscribe(client)
         asyncio.get_running_loop().add_reader(self._waker.fd, self._woken)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send_news(client), name="replica sync: news")
-            tasks.create_task(self._send_rows(client), name="replica sync: rows")
+            for send in (self._send_news, self._send_rows):
+                tasks.create_task(_for_ever(partial(send, client)))
 
     async def _subscribe(self, client: Client) -> None:
         subject = self._subjects.all_sync
@@ -191,6 +193,16 @@ class ReplicaSync:
             await self._publish(client, [self._exchange.bye()])
             with suppress(nats.errors.Error, OSError, TimeoutError):
                 await client.flush(1)
+
+
+async def _for_ever(send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A mistake of ours in one message must not leave the load of others as it is for good."""
+    while True:
+        try:
+            await send()
+        except Exception:
+            logger.exception("replica sync: a message failed, it goes on with the next")
+            await asyncio.sleep(_RETRY_S)
 
 
 def _say_failure(task: Future[None]) -> None:

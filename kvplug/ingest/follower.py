@@ -220,9 +220,13 @@ class Follower:
 
     def position(self) -> FollowerPosition | None:
         """How far it has come, to go with a snapshot of the index; call it between two messages.
-        None if its blocks cannot be kept: of a stock publisher, or as nothing is known yet.
+        None if its blocks cannot be kept: of a stock publisher, or as nothing is known yet, or as
+        its worker has lost them by joining the fleet again.
         """
-        return self.sequencer.position() if isinstance(self.sequencer, LifeSequencer) else None
+        has_blocks = self._router.joined_as(self.rank) == self._joined_as
+        if not has_blocks or not isinstance(self.sequencer, LifeSequencer):
+            return None
+        return self.sequencer.position()
 
     def resume(self, position: FollowerPosition) -> None:
         """Go on from there, before the first message: the index has the blocks of that moment.

@@ -388,8 +388,9 @@ class ActiveLoad:
         """Show them what this one has sent there; whether that has changed."""
         ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
         num_changed = peer_load.show(slots, ranks, peers, out_rows)
-        for number, others in self._others.items():  # of which the engine tells each of them
-            if slots[number] >= 0:
+        # Of which the engine tells each of them. Reports and ranks may come meanwhile.
+        for number, others in self._others.copy().items():
+            if number < len(slots) and slots[number] >= 0:
                 row = out_rows[peer_load.ROW_WIDTH * slots[number] :]
                 for column, name in _OTHERS_COLUMNS:
                     row[column] -= getattr(others, name)

@@ -488,6 +488,15 @@ def test_what_an_engine_reports_of_others_is_not_told():
     assert second.load_of(A)[2] == 1.0
 
 
+def test_reports_and_ranks_that_come_meanwhile_are_no_error():
+    [one] = replicas_of(1)
+    one.exchange.rows()
+    one.router.add_worker("http://late:8000")
+    one.router.set_reported_load(Rank("http://late:8000"), num_running=5)
+    own = one.exchange._rows.show(one.exchange._rows.numbers)  # as `news` does, without the lock
+    assert not own[:, costing.NUM_RUNNING].any()
+
+
 def test_events_confirm_what_a_peer_has_sent():
     first, second = replicas = replicas_of(2)
     first.route(prompt(0), workers=[A])

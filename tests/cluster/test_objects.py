@@ -2,6 +2,7 @@
 
 import os
 
+import msgspec
 import pytest
 
 from kvplug.cluster.objects import CHUNK_NBYTES, BrokenObjectError, SnapshotObjects
@@ -78,3 +79,13 @@ async def test_a_bucket_that_is_not_there(fleet):
         await fleet.run(nowhere.put("a", memoryview(b"x")))
     with pytest.raises(TransportError, match="cannot list the snapshots"):
         await fleet.run(nowhere.names())
+
+
+@pytest.mark.parametrize("size", [-1, 10**15])
+async def test_no_room_is_made_for_a_size_that_cannot_be(fleet, objects, size):
+    await fleet.run(objects.put("a", memoryview(b"abc")))
+    found = (await fleet.run(objects._find("a"))).stored
+    meta = msgspec.json.encode(msgspec.structs.replace(found, size=size))
+    await fleet.run(fleet.js.publish(objects._meta_subject("a"), meta))
+    with pytest.raises(BrokenObjectError, match="damaged"):
+        await fleet.run(objects.get("a"))

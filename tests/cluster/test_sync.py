@@ -171,6 +171,22 @@ async def test_a_replica_that_stops_and_one_that_dies_are_forgotten(server):
         await until(lambda: num_in_flight(second) == 2, "it hears the others, too")
 
 
+async def test_a_message_that_fails_does_not_end_the_sync(server):
+    with replicas_on(server.url, 2) as replicas:
+        await all_heard(replicas)
+        exchange = replicas[0].sync._exchange
+        rows, failed = exchange.rows, []
+
+        def rows_failing_once():
+            if not failed:
+                failed.append(exchange.counts.sent)
+                raise ValueError
+            return rows()
+
+        exchange.rows = rows_failing_once
+        await until(lambda: failed and exchange.counts.sent > failed[0] + 1, "it goes on")
+
+
 async def test_a_router_without_a_server_counts_for_its_replicas_until_it_is_back():
     with nats_servers() as [node], replicas_on(node.url, 2) as replicas:
         first, second = replicas

@@ -205,6 +205,20 @@ def test_nothing_is_kept_of_a_stock_publisher_or_of_nobody(clock):
     assert follower.position() is None
 
 
+def test_nothing_is_kept_of_a_worker_that_has_lost_its_blocks_by_joining_again(publisher, clock):
+    follower, router = newcomer(clock)
+    follower.receive(kept(publisher.hello(), publisher.store(1)))
+    assert follower.position() is not None
+    router.remove_worker("w")
+    assert follower.position() is None
+    router.add_worker("w")
+    assert follower.position() is None
+    follower.tick()
+    join(follower, publisher)
+    assert follower.position() is not None
+    assert names(router) == [1]
+
+
 def test_what_cannot_be_asked_for_is_named(publisher, clock):
     follower, router = newcomer(clock)
     follower.can_replay = False
