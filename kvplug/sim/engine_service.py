@@ -17,8 +17,8 @@ import msgspec
 from aiohttp import web
 
 from kvplug.engines.binding import local_endpoint
-from kvplug.engines.event_stream import EventStream
-from kvplug.engines.publisher import Publisher
+from kvplug.engines.life_stream import LifeStream
+from kvplug.engines.numbered_batches import NumberedBatches
 from kvplug.events import EventBatch
 from kvplug.http_service import listening_on, stopped_by_signals, url_of
 from kvplug.sim.api import Api
@@ -46,7 +46,7 @@ class EngineService:
             )
             for _ in range(config.dp_size)
         ]
-        self._publishers: list[Publisher | EventStream] = []
+        self._publishers: list[LifeStream | NumberedBatches] = []
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
@@ -69,7 +69,7 @@ class EngineService:
             started.push_async_callback(self._runner.cleanup)
             await self._listen()
             for publisher in self._publishers:
-                if isinstance(publisher, EventStream) and not publisher.life.about.url:
+                if isinstance(publisher, LifeStream) and not publisher.life.about.url:
                     publisher.note(url=self.url)
             self._started = started.pop_all()
         return self

@@ -2,7 +2,8 @@
 
 In:  a SimConfig.   Out: publishers that take event batches, and what they say of the engine.
 
-The KVPLUG_* variables of the plug-ins hold here, too, but for the wire, which is a flag.
+The KVPLUG_* variables of the plug-ins hold here, too, but for the wire, which is a flag. With
+$KVPLUG_NATS, events go to NATS servers, under the engine's URL unless $KVPLUG_NATS_WORKER says it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 
 from msgspec import structs
 
@@ -17,6 +19,9 @@ from kvplug import codec
 from kvplug._version import __version__
 from kvplug.curve_keys import ServerKeys
 from kvplug.engines.event_stream import EventStream
+from kvplug.engines.life_stream import LifeStream
+from kvplug.engines.nats_target import NatsTarget
+from kvplug.engines.numbered_batches import NumberedBatches
 from kvplug.engines.publisher import Publisher
 from kvplug.engines.settings import (
     WIRE,
@@ -25,13 +30,15 @@ from kvplug.engines.settings import (
     read_variables,
     without_open_socket,
 )
+from kvplug.events import EventBatch
+from kvplug.http_service import url_of
 from kvplug.protocol import WorkerHello
 from kvplug.sim.engine_config import SimConfig
 
 logger = logging.getLogger(__name__)
 
 
-def open_publishers(config: SimConfig, tokenizer: str) -> Iterator[Publisher | EventStream]:
+def open_publishers(config: SimConfig, tokenizer: str) -> Iterator[LifeStream | NumberedBatches]:
     """Rank by rank, publish from now on. TransportError if an endpoint is taken; ConfigError for a
     variable or a key that cannot be used.
 
@@ -46,25 +53,42 @@ def open_publishers(config: SimConfig, tokenizer: str) -> Iterator[Publisher | E
         topic=config.topic,
         buffer_steps=config.buffer_steps,
     )
-    settings = without_open_socket(settings, variables.keys, logger)
+    if variables.nats is None:
+        settings = without_open_socket(settings, variables.keys, logger)
     for rank in range(config.dp_size):
         about = _about(config, rank, tokenizer, variables)
-        yield _open(config.wire, settings, about, variables.keys)
+        if variables.nats is None:
+            yield _open_socket(config.wire, settings, about, variables.keys)
+        else:
+            yield _open_on_nats(config, about, variables.nats)
 
 
-def _open(
+def _open_on_nats(
+    config: SimConfig, about: WorkerHello, target: NatsTarget
+) -> LifeStream | NumberedBatches:
+    if not about.url and config.port:  # else it is known when the engine listens
+        about = structs.replace(about, url=url_of(config.host, config.port))
+    if config.wire == "kvplug":
+        return target.open_stream(about, _as_it_is, logger)
+    encode = partial(_encode, about.dp_rank)
+    return target.open_batches(about, encode, logger, buffer_steps=config.buffer_steps)
+
+
+def _open_socket(
     wire: str, settings: PublisherConfig, about: WorkerHello, keys: ServerKeys | None
-) -> Publisher | EventStream:
+) -> LifeStream | NumberedBatches:
     if wire == "kvplug":
-        return EventStream(settings, about, lambda batch: batch, logger, keys=keys, must_bind=True)
-    return Publisher(
-        settings,
-        about.dp_rank,
-        lambda batch: codec.encode(structs.replace(batch, dp_rank=about.dp_rank)),
-        logger,
-        keys=keys,
-        must_bind=True,
-    )
+        return EventStream(settings, about, _as_it_is, logger, keys=keys, must_bind=True)
+    encode = partial(_encode, about.dp_rank)
+    return Publisher(settings, about.dp_rank, encode, logger, keys=keys, must_bind=True)
+
+
+def _as_it_is(batch: EventBatch) -> EventBatch:
+    return batch
+
+
+def _encode(dp_rank: int, batch: EventBatch) -> bytes:
+    return codec.encode(structs.replace(batch, dp_rank=dp_rank))
 
 
 def _about(

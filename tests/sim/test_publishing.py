@@ -1,7 +1,9 @@
 """What a simulated engine publishes, over real sockets: live, and replayed."""
 
+import asyncio
 import logging
 
+import aiohttp
 import pytest
 import zmq
 
@@ -11,7 +13,13 @@ from kvplug.engines.replay_server import END
 from kvplug.engines.settings import PublisherConfig
 from kvplug.errors import TransportError
 from kvplug.events import BlockRemoved, EventBatch
+from kvplug.nats.connection import NatsConnection
+from kvplug.nats.settings import NatsSettings
+from kvplug.nats.subjects import PublisherName, Subjects
+from kvplug.sim.engine_service import EngineService
 from kvplug.transports.zmq import message_of
+from tests.nats_servers import free_ports, nats_servers
+from tests.sim.test_engine_service import config
 from tests.waiting import until
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -116,3 +124,41 @@ def test_a_taken_port_is_an_error_that_names_it(publisher, which):
     taken = {"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK, which: publisher.endpoint}
     with pytest.raises(TransportError, match=f"cannot publish events at '{publisher.endpoint}'"):
         publisher_at(**taken)
+
+
+@pytest.mark.parametrize("wire", ["kvplug", "vllm"])
+async def test_events_go_to_nats_if_the_environment_says_so(wire, monkeypatch):
+    with nats_servers() as [node]:
+        monkeypatch.setenv("KVPLUG_NATS", node.url)
+        monkeypatch.setenv("KVPLUG_NATS_STREAM", "off")
+        [port] = free_ports(1)
+        worker = PublisherName(f"http://127.0.0.1:{port}", 0)
+        connection = NatsConnection(NatsSettings(servers=(node.url,)), "reader")
+        heard = []
+        connection.start()
+        async with EngineService(config(port=port, wire=wire)) as engine:
+            endpoint = engine.event_sources["0"]["endpoint"]
+            assert endpoint == f"nats://{worker}"
+            listening = listen(connection, Subjects("default").events(worker), heard.append)
+            await asyncio.wrap_future(connection.submit(listening))
+            await ask(engine, list(range(100, 164)))
+            await until(lambda: heard, "events have come")
+        connection.stop()
+
+
+async def listen(connection, subject, hear):
+    async def take(message):
+        hear(message)
+
+    client = await connection.connected()
+    await client.subscribe(subject, cb=take)
+    await client.flush()
+
+
+async def ask(engine, prompt):
+    body = {"model": "simulated", "prompt": prompt, "max_tokens": 1}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{engine.url}/v1/completions", json=body) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
