@@ -100,6 +100,7 @@ class Follower:
         self._clock, self._settings = clock, settings
         self._can_ask_publisher = False
         self._is_wire_known = True
+        self._is_over_nats = False
         self.sequencer: Sequencer | LifeSequencer = self._sequencer_of(is_ours=False)
         self.trust = self.sequencer.state
         self._tell_router()
@@ -209,6 +210,7 @@ class Follower:
 
     def on_resumed(self) -> None:
         """It can, again."""
+        self._is_over_nats = True
         if isinstance(self.sequencer, LifeSequencer):
             self.connected = True
             self.sequencer.resumed()
@@ -366,7 +368,9 @@ class Follower:
         if state in (trust.EXACT, trust.UNCONFIRMED, trust.HIDDEN_STATES):
             is_hidden = self.hides_states and isinstance(self.sequencer, Sequencer)
             hidden = trust.HIDDEN_STATES if is_hidden else state
-            state = self._contradiction or hidden
+            is_stock = self._is_over_nats and isinstance(self.sequencer, Sequencer)
+            admitted = trust.STOCK_OVER_NATS if is_stock and hidden is trust.EXACT else hidden
+            state = self._contradiction or admitted
         if state is self.trust or state == self.trust:
             return
         was, self.trust = self.trust, state
@@ -376,8 +380,8 @@ class Follower:
 
     def _tell_router(self) -> None:
         confidence = {Trust.EXACT: 1.0, Trust.BLIND: 0.0}.get(self.trust.level)
-        if self.trust is trust.UNCONFIRMED:
-            confidence = 1.0  # it is all that a replay had, and most replays are the engine's own
+        if self.trust in (trust.UNCONFIRMED, trust.STOCK_OVER_NATS):
+            confidence = 1.0  # most replays are the engine's own, and it is most likely all
         if confidence is None:
             default = self._router.config.stale_confidence
             confidence = default if self._evidence is None else self._evidence.confidence()

@@ -95,6 +95,12 @@ UNCONFIRMED = TrustState(
     "none needed, the next event shows it",
 )
 
+STOCK_OVER_NATS = TrustState(
+    Trust.STALE,
+    "its publisher speaks the stock wire over NATS, where nothing shows whether its last events "
+    "came",
+    "have it speak kvplug's own wire (unset KVPLUG_WIRE); what is known counts in full",
+)
 NO_HEARTBEAT = TrustState(
     Trust.STALE,
     "its publisher gives no sign of life, which it does every 2 s",

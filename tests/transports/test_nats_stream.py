@@ -273,6 +273,9 @@ async def test_stock_payloads_have_their_number_in_a_header(fleet, read):
         fleet.publish(subject, payload, headers={"Kvplug-Number": str(number)})
     await until(lambda: names(reader.router) == [1000, 11_000], "both are known")
     assert reader.follower.position() is None
+    await until(
+        lambda: reader.follower.trust is trust.STOCK_OVER_NATS, "what cannot be certain is not"
+    )
 
 
 async def test_beats_that_nobody_takes_are_bounded(fleet, engine, monkeypatch):

@@ -20,7 +20,7 @@ from kvplug.audit.ledger import RankLedger
 from kvplug.errors import UnknownRankError
 from kvplug.events import Rank
 from kvplug.ingest.follower import Follower
-from kvplug.ingest.trust import UNCONFIRMED, Trust
+from kvplug.ingest.trust import STOCK_OVER_NATS, UNCONFIRMED, Trust
 from kvplug.server.api.prompts import Prompts
 from kvplug.server.config import ServerConfig
 from kvplug.server.diagnosis.checks import check_all
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 60.0
 # What was skipped once, long ago, is no longer wrong.
 _RECENT_S = 300.0
+_KNOWN_MOST_LIKELY = (UNCONFIRMED, STOCK_OVER_NATS)
 
 
 class _Asked(NamedTuple):
@@ -211,7 +212,7 @@ class Diagnosis:
         if follower is None:
             return None
         state = follower.trust
-        is_incomplete = state.level is Trust.STALE and state is not UNCONFIRMED
+        is_incomplete = state.level is Trust.STALE and state not in _KNOWN_MOST_LIKELY
         return StreamView(
             connected=not self._is_away(worker, follower),
             incomplete=state.reason if is_incomplete else None,
