@@ -116,6 +116,7 @@ class NatsEngine:
         self._publisher.start()
         self._reader.start()
         self._publisher.submit(self._answer_asks()).result(10)
+        wait_until(lambda: self._reader.is_connected, "the reader is connected")
 
     def start(self):
         self._history = []
