@@ -425,6 +425,7 @@ class Replica:
     def _note_connection(self, is_connected: bool) -> None:
         if not self._is_stopping:
             self._note(Part.CONNECTION, None if is_connected else self._no_connection)
+            self._has_connected = True
 
     @property
     def _no_connection(self) -> str:
@@ -434,11 +435,11 @@ class Replica:
         """Say it once; None: it is over."""
         if problem == self._problems.get(part):
             return
-        if problem is None:
-            logger.info("NATS: %s: resolved: %s", part, self._problems.pop(part))
-        else:
+        if problem is not None:
             self._problems[part] = problem
             logger.warning("NATS: %s: %s", part, problem)
+        elif (before := self._problems.pop(part)) and self._has_connected:
+            logger.info("NATS: %s: resolved: %s", part, before)
 
 
 def _sentence(error: Exception) -> str:

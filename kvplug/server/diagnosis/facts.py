@@ -20,7 +20,8 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """num_blocks: what the device of a rank has room for; caches: whether prefixes are cached;
-    publishes: whether KV events are on; replays: whether past events can be asked for;
+    publishes: whether KV events are on; replays: whether past events can be asked for (of who
+    publishes to NATS, the stream tells);
     event_format: SGLang's; num_ranks: data-parallel ranks; reports_cached: whether usage tells the
     cached tokens.
     """
@@ -47,12 +48,17 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 class _EventSource(msgspec.Struct):
     enable_kv_cache_events: bool = False
     publisher: str | None = None
+    endpoint: str | None = None
     replay_endpoint: str | None = None
     topic: str = ""
 
     @property
     def publishes(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
+
+    @property
+    def is_on_nats(self) -> bool:
+        return (self.endpoint or "").startswith("nats://")
 
 
 class _Version(msgspec.Struct):
@@ -89,7 +95,7 @@ def of_event_sources(body: bytes) -> EngineFacts:
     return EngineFacts(
         engine="vllm",
         publishes=all(source.publishes for source in sources),
-        replays=all(source.replay_endpoint is not None for source in sources),
+        replays=None if sources[0].is_on_nats else all(s.replay_endpoint for s in sources),
         topic=sources[0].topic or None,
         num_ranks=len(sources),
     )

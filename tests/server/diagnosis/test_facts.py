@@ -55,6 +55,7 @@ def test_vllm_names_its_version():
         ({"0": SOURCE | {"replay_endpoint": None}}, True, False, 1),
         ({"0": SOURCE | {"enable_kv_cache_events": False}}, False, True, 1),
         ({"0": SOURCE | {"publisher": "null"}}, False, True, 1),
+        ({"0": SOURCE | {"endpoint": "nats://a/0", "replay_endpoint": None}}, True, None, 1),
         ({}, False, None, None),
     ],
 )
