@@ -94,7 +94,7 @@ class Replica:
         self._num_direct_saved = 0
         self._saved_at_s = self._began_s = time.monotonic()
         self._restored: Restored | None = None
-        self._has_started = self._has_begun = self._is_stopping = False
+        self._has_started = self._has_begun = self._has_connected = self._is_stopping = False
         self._positions: dict[Rank, FollowerPosition] = {}
         self._stream: StreamState | None = None
         self._lag = Lag()
