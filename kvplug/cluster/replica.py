@@ -295,6 +295,9 @@ class Replica:
             raise
         self._note_stream(state)
         self._note(Part.STREAM, None)
+        if Part.SNAPSHOT in self._problems:  # a bucket may be gone
+            with suppress(TransportError):
+                await self._streams.ensure()
         if self._ready_after_s is None and self._done_seq >= (self._goal_seq or 0):
             self._ready_after_s = time.monotonic() - self._began_s
             logger.info("ready %.1f s after the start", self._ready_after_s)

@@ -223,3 +223,15 @@ async def test_one_that_was_not_started_is_stopped_at_once(server, fleet):
     made = Following(server.url, fleet)
     async with asyncio.timeout(1):
         await made.stop()
+
+
+async def test_buckets_that_are_deleted_are_made_again(fleet, following, monkeypatch):
+    monkeypatch.setattr("kvplug.cluster.replica.MIN_SNAPSHOT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("kvplug.cluster.replica._LOOK_S", 0.05)
+    await following.begin()
+    for bucket in (f"KV_{fleet.subjects.state_bucket}", f"OBJ_{fleet.subjects.snapshot_bucket}"):
+        await fleet.run(fleet.js.delete_stream(bucket))
+    publisher = LifePublisher()
+    for message in (publisher.hello(), publisher.store(3), publisher.store(1)):
+        await fleet.publish(1, message.payload)
+    await until(lambda: following.replica.status.num_snapshots, "a snapshot is made")
