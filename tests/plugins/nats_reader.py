@@ -120,7 +120,8 @@ class NatsReader:
     def _apply(self, answer):
         for message in answer:
             match message:
-                case Hello(life=life):
+                case Hello(life=life, about=about):
+                    self.about = about
                     if life != self.life:
                         self.past.add(self.life)
                         self.life, self.next = life, 0
