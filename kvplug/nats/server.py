@@ -66,25 +66,34 @@ class EmbeddedServer:
 
     def start(self) -> None:
         """Wait until it takes connections and has its streams; TransportError if it does not."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ports_folder = self._folder / "ports"
-        ports_folder.mkdir(exist_ok=True)
-        for old in ports_folder.glob("*.ports"):
-            old.unlink()
-        config = self._folder / "server.conf"
-        config.write_text(self._config(ports_folder))
-        with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [str(self._binary), "-c", str(config)],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                preexec_fn=_end_with_parent,
-            )  # fmt: skip
+        try:
+            self._process = self._launched(ports_folder)
+        except OSError as error:
+            raise TransportError(
+                f"cannot start nats-server with its files in {self._folder}: expected a folder "
+                f"that this user can write to, got: {error.strerror or error}"
+            ) from error
         try:
             self._await_ready(ports_folder)
         except BaseException:
             self.stop()
             raise
         logger.info("NATS: started nats-server (process %d) at %s", self._process.pid, self.url)
+
+    def _launched(self, ports_folder: Path) -> subprocess.Popen[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ports_folder.mkdir(exist_ok=True)
+        for old in ports_folder.glob("*.ports"):
+            old.unlink()
+        config = self._folder / "server.conf"
+        config.write_text(self._config(ports_folder))
+        with (self._folder / "server.log").open("ab") as log:
+            return subprocess.Popen(
+                [str(self._binary), "-c", str(config)],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,
+            )  # fmt: skip
 
     def stop(self) -> None:
         """End it; what it keeps stays."""

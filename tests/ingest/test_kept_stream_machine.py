@@ -8,13 +8,14 @@ with its blocks. The publisher is a model, too (tests/ingest/life_publisher.py).
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvplug import Rank, protocol
 from kvplug.cluster.fleet_snapshot import freeze, restore_fleet
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.transports.base import Message
+from tests.ingest.answered_follower import AnsweredFollower
 from tests.ingest.life_publisher import LifePublisher, TellableRouter
 from tests.ingest.test_life_sequencer_machine import HARMLESS, SETTINGS
 
@@ -28,7 +29,7 @@ def quiet(caplog):
     caplog.set_level("ERROR", logger="kvplug.ingest")
 
 
-class KeptStreamMachine(RuleBasedStateMachine):
+class KeptStreamMachine(AnsweredFollower):
     @initialize(max_history=st.sampled_from([2, 1000]), num_held=st.integers(0, 8))
     def start(self, max_history, num_held):
         self.now_s = 50.0
@@ -146,27 +147,6 @@ class KeptStreamMachine(RuleBasedStateMachine):
     def go_on(self):
         self.is_cut_off = False
         self.follower.on_resumed()
-
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 6.0, 31.0]))
-    def wait(self, seconds):
-        self.now_s += seconds
-        self.follower.tick()
-
-    @rule(count=st.integers(1, 3))
-    def answer_in_part(self, count):
-        self.take_request()
-        if self.answer:
-            part, self.answer = self.answer[:count], self.answer[count:]
-            self.follower.replayed(part)
-
-    @rule()
-    def answer_fully(self):
-        self.take_request()
-        if self.answer is not None:
-            request, answer, self.answer = self.follower.replay_request, self.answer, []
-            self.follower.replayed(answer)
-            if self.follower.replay_request is request:
-                self.follower.replay_ended()
 
     def take_request(self):
         if self.follower.replay_request is not self.asked:

@@ -8,12 +8,13 @@ late, or from a former life; the connection breaks; the engine restarts with and
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvplug import Rank
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.replay import ReplaySettings
 from kvplug.ingest.trust import Trust
+from tests.ingest.answered_follower import AnsweredFollower
 from tests.ingest.life_publisher import LifePublisher, TellableRouter
 
 RANK = Rank("w")
@@ -37,7 +38,7 @@ def quiet(caplog):
     caplog.set_level("ERROR", logger="kvplug.ingest")
 
 
-class LifeMachine(RuleBasedStateMachine):
+class LifeMachine(AnsweredFollower):
     @initialize(max_history=st.sampled_from([2, 1000]), num_held=st.integers(0, 8))
     def start(self, max_history, num_held):
         self.now_s = 50.0
@@ -125,27 +126,6 @@ class LifeMachine(RuleBasedStateMachine):
         self.follower.on_connected()
         if says_hello:
             self.send([self.publisher.hello()])
-
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 6.0, 31.0]))
-    def wait(self, seconds):
-        self.now_s += seconds
-        self.follower.tick()
-
-    @rule(count=st.integers(1, 3))
-    def answer_in_part(self, count):
-        self.take_request()
-        if self.answer:
-            part, self.answer = self.answer[:count], self.answer[count:]
-            self.follower.replayed(part)
-
-    @rule()
-    def answer_fully(self):
-        self.take_request()
-        if self.answer is not None:
-            request, answer, self.answer = self.follower.replay_request, self.answer, []
-            self.follower.replayed(answer)
-            if self.follower.replay_request is request:
-                self.follower.replay_ended()
 
     @rule(events=st.lists(events, min_size=1, max_size=6))
     def go_well_for_a_while(self, events):

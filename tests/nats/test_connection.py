@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvplug.errors import ConfigError
+from kvplug.errors import ConfigError, TransportError
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.server import EmbeddedServer
 from kvplug.nats.settings import NatsSettings
@@ -62,6 +62,12 @@ async def test_an_embedded_server_keeps_its_folder_and_ends(tmp_path):
         server.stop()
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TransportError, match=r"files in .*/file/nats: expected a folder"):
+        EmbeddedServer(tmp_path / "file" / "nats", port=0).start()
 
 
 @pytest.mark.parametrize(
