@@ -386,15 +386,14 @@ class ActiveLoad:
 
     def show_own(self, slots: I64, out_rows: F64) -> bool:
         """Show them what this one has sent there; whether that has changed."""
-        ranks, peers = self.ranks.reshape(-1), self.peers.reshape(-1)
-        num_changed = peer_load.show(slots, ranks, peers, out_rows)
-        # Of which the engine tells each of them. Reports and ranks may come meanwhile.
-        for number, others in self._others.copy().items():
-            if number < len(slots) and slots[number] >= 0:
-                row = out_rows[peer_load.ROW_WIDTH * slots[number] :]
-                for column, name in _OTHERS_COLUMNS:
-                    row[column] -= getattr(others, name)
-        return bool(num_changed)
+        ranks, others = self.ranks, self._others.copy()  # reports and ranks may come meanwhile
+        if others:  # of which the engine tells each of them
+            ranks = ranks.copy()
+            for number, each in others.items():
+                if number < len(ranks):
+                    for column, name in _OTHERS_COLUMNS:
+                        ranks[number, column] -= getattr(each, name)
+        return bool(peer_load.show(slots, ranks.reshape(-1), self.peers.reshape(-1), out_rows))
 
     def others(self, number: int) -> OthersLoad:
         """Of the rank, as reported last."""

@@ -211,3 +211,14 @@ def test_what_peers_have_sent_is_not_the_load_of_others():
         router.set_reported_load(Rank("a"), num_running=3, num_waiting=1)
         assert router.load.ranks[0, costing.NUM_RUNNING] == 4.0  # the engine has one of others
         assert router.load.ranks[0, costing.NUM_WAITING] == 2.0
+
+
+def test_peers_are_shown_ones_own_load_without_that_of_others():
+    router = Router(RouterConfig(block_size=4))
+    router.add_worker("a")
+    router.route([1] * 40, request_id="r")
+    router.set_reported_load(Rank("a"), num_running=5, num_waiting=2)
+    slots, rows = np.zeros(1, dtype=np.int64), np.zeros(peer_load.ROW_WIDTH)
+    assert router.load.show_own(slots, rows)
+    assert rows[costing.NUM_RUNNING] == 1
+    assert not router.load.show_own(slots, rows), "nothing has changed since"
