@@ -22,9 +22,10 @@ from kvplug.errors import ConfigError, TransportError
 from kvplug.nats.settings import NatsSettings
 
 try:
-    import nats
     import nats.errors
     from nats.aio.client import Client
+
+    from kvplug.nats.client import connect
 except ImportError as error:
     raise ConfigError("NATS needs the package nats-py: pip install 'kvplug[nats]'") from error
 
@@ -127,7 +128,7 @@ class NatsConnection:
     async def _connect(self) -> Client:
         while True:
             try:
-                return await nats.connect(
+                return await connect(
                     **self._options,
                     name=self.name,
                     inbox_prefix=self.inbox_prefix.encode(),

@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import nats
 import zmq
 from nats.js import JetStreamContext
 
 from kvplug.engines.life import Life, Numbered
 from kvplug.events import BlockRemoved, EventBatch
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import PublisherName, Subjects
 from kvplug.protocol import HEARTBEAT_S, WorkerHello
 from tests.benchmarks.cluster_events import BLOCK_SIZE, blocks_of, stored
@@ -66,7 +66,7 @@ class Streamed:
         self._ranks = ranks
 
     async def open(self) -> None:
-        self._client = await nats.connect(self._servers)
+        self._client = await connect(self._servers)
         self._js: JetStreamContext = self._client.jetstream(publish_async_max_pending=WINDOW)
         for rank in self._ranks:
             await self.send(rank, rank.life.hello())

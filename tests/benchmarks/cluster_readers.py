@@ -17,6 +17,7 @@ from typing import Any
 import nats
 from nats.js import api
 
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import Subjects
 from tests.benchmarks.sides import serve
 
@@ -75,7 +76,7 @@ class Readers:
 
     async def _open(self, case: dict[str, Any]) -> None:
         servers, stream = case["servers"].split(","), Subjects(case["fleet"]).stream
-        self._clients = [await nats.connect(servers) for _ in range(case["num"])]
+        self._clients = [await connect(servers) for _ in range(case["num"])]
         named = enumerate(self._clients)
         self._readers = [Reader(client, stream, f"router-{n}") for n, client in named]
         for reader in self._readers:

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import nats
 import psutil
 from nats.js import JetStreamContext, api
 
 from kvplug.cluster.streams import Streams, StreamSettings
 from kvplug.errors import TransportError
+from kvplug.nats.client import connect
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName, Subjects
@@ -72,7 +72,7 @@ class Servers:
         """With a connection of its own."""
 
         async def connected() -> _T:
-            client = await nats.connect([node.url for node in self._nodes])
+            client = await connect([node.url for node in self._nodes])
             try:
                 return await act(client.jetstream(timeout=30))
             finally:

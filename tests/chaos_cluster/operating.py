@@ -9,6 +9,7 @@ from contextlib import suppress
 import nats
 from nats.js.errors import NotFoundError
 
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import Subjects
 
 FLEET = "chaos"
@@ -108,7 +109,7 @@ class Operator:
         num_left = _NUM_TRIES
         while True:
             try:
-                client = await nats.connect(self._urls, connect_timeout=2, error_cb=_pass_over)
+                client = await connect(self._urls, connect_timeout=2, error_cb=_pass_over)
                 async with client:
                     return await deed(client.jetstream(timeout=2))
             except (TimeoutError, nats.errors.Error, OSError) as error:

@@ -7,6 +7,7 @@ import pytest
 from nats.js.api import ObjectMeta
 from nats.js.errors import NotFoundError
 
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import Subjects
 from tests.chaos_cluster.operating import FLEET, Operator
 from tests.nats_servers import nats_servers
@@ -23,7 +24,7 @@ def url():
 
 
 async def _fill(url):
-    async with await nats.connect(url) as client:
+    async with await connect(url) as client:
         js = client.jetstream()
         await js.add_stream(name=SUBJECTS.stream, subjects=[SUBJECTS.all_events], max_age=3600)
         for number in range(3):
@@ -37,7 +38,7 @@ async def _fill(url):
 
 
 async def _snapshot(url):
-    async with await nats.connect(url) as client:
+    async with await connect(url) as client:
         objects = await client.jetstream().object_store(SUBJECTS.snapshot_bucket)
         return (await asyncio.wait_for(objects.get("1-1-a"), 2)).data
 

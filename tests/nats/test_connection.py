@@ -1,7 +1,9 @@
 """The connection: a server that comes later, that is killed and comes back; where it must not."""
 
 import asyncio
+import gc
 import os
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -34,6 +36,39 @@ async def test_it_comes_back_after_a_killed_server():
             assert await answer == b"hello"
         finally:
             connection.stop()
+
+
+async def test_a_failed_attempt_leaves_no_socket():
+    """pytest fails on a socket that only the garbage collector closes."""
+    with nats_servers() as [node]:
+        connection = NatsConnection(NatsSettings(servers=(node.url,)), "test")
+        connection.start()
+        try:
+            await until(lambda: connection.is_connected, "it is connected")
+            node.kill()
+            async with asyncio.timeout(20), refusing(node.port) as attempts:
+                await until(lambda: len(attempts) >= 3, "it was tried three times")
+            node.start()
+            await until(lambda: connection.is_connected, "it is back")
+            gc.collect()
+        finally:
+            connection.stop()
+
+
+@asynccontextmanager
+async def refusing(port):
+    """A server that is not NATS, in place of one that was; yields the connections it was given."""
+    attempts = []
+
+    async def answer(reader, writer):
+        attempts.append(writer)
+        writer.write(b"SSH-2.0\r\n")
+        await reader.read()  # until the other end closes
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", port)
+    async with server:
+        yield attempts
 
 
 async def echoed(connection, payload):

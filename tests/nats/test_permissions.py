@@ -4,7 +4,6 @@ import asyncio
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import nats
 import nats.errors
 import pytest
 from nats.js import api
@@ -17,6 +16,7 @@ from kvplug.ingest.event_thread import EventThread
 from kvplug.ingest.follower import Follower
 from kvplug.ingest.trust import Trust
 from kvplug.nats import permissions
+from kvplug.nats.client import connect
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.settings import NatsSettings
 from kvplug.nats.subjects import PublisherName, Subjects
@@ -70,7 +70,7 @@ class Client:
         self._has_news.set()
 
     async def open(self, url, name, options):
-        self.nc = await nats.connect(
+        self.nc = await connect(
             url, error_cb=self._note, allow_reconnect=False, name=NAMES[name],
             inbox_prefix=f"_INBOX.{NAMES[name]}".encode(), **options,
         )  # fmt: skip

@@ -7,11 +7,11 @@ is told it applies to an index of its own.
 import asyncio
 from contextlib import asynccontextmanager, suppress
 
-import nats
 import nats.errors
 import nats.js.errors
 
 from kvplug import protocol
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import Subjects
 from kvplug.protocol import Ask, End, Events, Hello, Resident
 from tests.plugins.stream_client import RANK, new_index
@@ -143,7 +143,7 @@ class NatsReader:
 @asynccontextmanager
 async def reading(url, name, **more):
     """A reader of one publisher, until the end."""
-    client = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.1,
+    client = await connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.1,
                                 error_cb=_pass_over)  # fmt: skip
     reader, tasks = NatsReader(client, name, **more), []
     await reader.start(tasks)
@@ -164,7 +164,7 @@ async def _pass_over(error):
 
 async def make_stream(url, fleet="default", **more):
     """The stream of a fleet, as routers make it."""
-    client = await nats.connect(url)
+    client = await connect(url)
     subjects = Subjects(fleet)
     await client.jetstream().add_stream(
         name=subjects.stream, subjects=[subjects.all_events], allow_direct=True, **more

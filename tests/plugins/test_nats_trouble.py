@@ -4,10 +4,10 @@ import asyncio
 import os
 import random
 
-import nats
 import pytest
 
 from kvplug.events import AllBlocksCleared, BlockRemoved
+from kvplug.nats.client import connect
 from kvplug.nats.subjects import Subjects
 from kvplug.protocol import WorkerHello
 from tests.nats_servers import nats_servers
@@ -69,7 +69,7 @@ class Trouble:
         await make_stream(self.node.url)
 
     async def _operate(self, do):
-        client = await nats.connect(self.node.url)
+        client = await connect(self.node.url)
         await do(client.jetstream())
         await client.close()
 
