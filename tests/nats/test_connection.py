@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 from contextlib import asynccontextmanager
 
 import pytest
@@ -97,6 +98,22 @@ async def test_an_embedded_server_keeps_its_folder_and_ends(tmp_path):
         server.stop()
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
+
+
+async def test_an_embedded_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, caplog):
+    server = EmbeddedServer(tmp_path / "nats", port=0)
+    server.start()
+    keeping = asyncio.create_task(server.keep())
+    try:
+        binary, server._binary = server._binary, tmp_path / "removed"
+        os.kill(server.process_id, signal.SIGKILL)
+        await until(lambda: "cannot start nats-server" in caplog.text, "it is named")
+        assert server.num_restarts == 0
+        server._binary = binary
+        await until(lambda: server.num_restarts == 1, "it is back")
+    finally:
+        keeping.cancel()
+        server.stop()
 
 
 def test_a_folder_that_cannot_be_is_named(tmp_path):

@@ -72,6 +72,27 @@ async def test_a_reader_of_the_stream_needs_no_answer(node):
             assert len(reader.names()) == 599
 
 
+async def test_streams_that_come_and_go_leave_nothing_on_their_connection(node):
+    """A forwarder has one connection for all of its engines."""
+    connection = NatsConnection(NatsSettings(servers=(node.url,)), "engine")
+    connection.start()
+    await until(lambda: connection.is_connected, "it is connected")
+    try:
+        for number in range(3):
+            about = WorkerHello()
+            stream = NatsStream(connection, NAME, about, lambda batch: batch, logger)
+            await until(lambda s=stream: s.beats.num_sent, "it beats")
+            stream.publish(batch(stored(number, 1)))
+            stream.shutdown()
+            stream.shutdown()
+        assert connection._listeners == []
+        kept = [each.subject for each in connection._client._subs.values()]
+        assert [each for each in kept if each.startswith("kvplug")] == []
+        assert len(kept) <= 1, "nats-py keeps one for all answers"
+    finally:
+        connection.stop()
+
+
 async def test_beats_say_what_the_stream_has(node):
     await make_stream(node.url)
     with streaming(node.url, about=WorkerHello(block_size=4)) as stream:

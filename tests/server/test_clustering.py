@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 
 import aiohttp
 import pytest
@@ -67,6 +69,22 @@ async def test_an_embedded_server_comes_and_goes_with_its_router(tmp_path):
             created.add(cluster["stream"]["created"])
             assert "kvplug_nats_connected 1.0" in await page(service, "/metrics")
     assert len(created) == 1
+
+
+async def test_an_embedded_server_that_is_killed_is_started_again(tmp_path):
+    embedded = {"nats": "embedded", "nats_store": tmp_path, "nats_port": 0}
+    async with RouterService(config(**embedded)) as service:
+        cluster = service.cluster
+        await until(lambda: cluster.replica.status.is_ready, "it is ready")
+        first = cluster.embedded.process_id
+        for number in (1, 2):
+            os.kill(cluster.embedded.process_id, signal.SIGKILL)
+            await until(lambda: not cluster.replica.status.is_connected, "it is gone")
+            await until(lambda n=number: cluster.embedded.num_restarts == n, "it is started again")
+            await until(lambda: cluster.replica.status.is_connected, "it is connected")
+        assert cluster.embedded.process_id != first
+        assert (await health(service))["cluster"]["embedded_restarts"] == 2
+        assert "kvplug_nats_server_restarts_total 2.0" in await page(service, "/metrics")
 
 
 async def test_a_second_router_of_one_id_goes_on_with_another(node):

@@ -81,6 +81,9 @@ class ReplicaMetrics(Collector):
             yield GaugeMetricFamily(name, text, read(status))
         for name, (text, read) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, read(status))
+        if (embedded := self._cluster.embedded) is not None:
+            text = "times that the embedded nats-server ended and was started again"
+            yield CounterMetricFamily("kvplug_nats_server_restarts", text, embedded.num_restarts)
         yield from self._of_sync()
 
     def _of_sync(self) -> Iterator[Metric]:
