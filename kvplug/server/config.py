@@ -455,9 +455,10 @@ class ServerConfig:
                 )
 
     def _require_cluster(self) -> None:
-        if self.cluster.nats is not None and self.processes > 1:
+        if self.cluster.router_replica_sync and self.processes > 1:
             raise ConfigError(
-                f"processes: expected 1 with nats, got {self.processes}; start more routers instead"
+                f"processes: expected 1 with router_replica_sync, got {self.processes}; start more "
+                "routers instead"
             )
         if self.cluster.nats is not None and self.events_bind is not None:
             raise ConfigError(

@@ -50,6 +50,7 @@ _ACK_S: Final = 1.0
 _PAUSE_S: Final = 0.25
 _MAX_PAUSE_S: Final = 2.0
 _TIMEOUT_S: Final = 3.0
+_DELETE_TIMEOUT_S: Final = 1.0
 _HOLD_S: Final = 1.0
 _MAX_HELD: Final = 20_000
 # Beats that wait for the event thread, of a publisher that says too much; others come again.
@@ -200,7 +201,7 @@ class NatsStreamSource:
         client = await self._connection.connected()
         js = client.jetstream(timeout=_TIMEOUT_S)
         seq = await self._position(js)
-        await self._make_consumer(js, seq)
+        await self._make_consumer(client, seq)
         self._delivered_seq, self._acked = seq, ""
         self._pull = pull = self._pull_of(client, self.reading.begin_epoch(seq))
         await pull.start()
@@ -232,11 +233,15 @@ class NatsStreamSource:
         )
         return 0
 
-    async def _make_consumer(self, js: JetStreamContext, seq: int) -> None:
-        """The start of one that exists cannot be changed."""
+    async def _make_consumer(self, client: Client, seq: int) -> None:
+        """The start of one that exists cannot be changed. One replica, in memory: it is made anew
+        whenever its server is lost, and a group of three takes up to half a minute to elect a
+        leader when a server was lost just before.
+        """
         stream, name = self._subjects.stream, self._consumer
         with suppress(NotFoundError):
-            await js.delete_consumer(stream, name)
+            # While the servers have no leader there is no answer, and none to wait for.
+            await client.jetstream(timeout=_DELETE_TIMEOUT_S).delete_consumer(stream, name)
         config = api.ConsumerConfig(
             name=name,
             durable_name=name,
@@ -246,8 +251,10 @@ class NatsStreamSource:
             ack_wait=_ACK_WAIT_S,
             max_ack_pending=_MAX_UNACKED,
             inactive_threshold=_INACTIVE_S,
+            num_replicas=1,
+            mem_storage=True,
         )
-        await js.add_consumer(stream, config)
+        await client.jetstream(timeout=_TIMEOUT_S).add_consumer(stream, config)
         self.reading.num_consumers += 1
 
     @property

@@ -305,7 +305,10 @@ def test_a_router_has_the_same_id_at_each_start():
             "router_reset_states: expected a router that follows events",
         ),
         (["--nats", "embedded", "--events-bind", "tcp://*:1"], "events_bind: expected none"),
-        (["--nats", "embedded", "--processes", "2"], "processes: expected 1 with nats"),
+        (
+            ["--nats", "embedded", "--router-replica-sync", "--processes", "2"],
+            "processes: expected 1 with router_replica_sync",
+        ),
         (["--worker", "http://a,events=nats"], "has events=nats: expected nats"),
         (["--worker", "http://a,events=nats,replay=tcp://b:1"], "which needs none"),
     ],

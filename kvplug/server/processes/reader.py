@@ -14,6 +14,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
 
@@ -94,6 +95,9 @@ class ReaderService(RouterService):
         # An answer is compared with what the events said until then, which only the writer knows.
         super().__init__(replace(config, audit_sample=0.0), self.reading)
         self._folder, self._place, self._bound = folder, place, bound
+
+    async def _join_cluster(self, started: AsyncExitStack) -> None:
+        """The writer has."""
 
     def _make_fleet(self, session: WorkerSession) -> Fleet:
         return ReaderFleet(self.config, self.router, self.audit, session)

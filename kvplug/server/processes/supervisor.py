@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvplug.errors import KvplugError
@@ -84,7 +84,11 @@ class Supervisor:
 
     def _make_children(self) -> Iterator[Child]:
         config, folder = self._config, self._folder
-        yield Child("writer", lambda ready: run_writer(config, folder, self._alive_at, ready))
+
+        def write(ready: Callable[[], None]) -> None:
+            run_writer(self._config_of_writer(), folder, self._alive_at, ready)
+
+        yield Child("writer", write)
         for number in range(config.processes):
             place = Place(number, config.processes)
 
@@ -92,6 +96,16 @@ class Supervisor:
                 run_reader(config, folder, place, self._socket, self._alive_at, ready)
 
             yield Child(f"reader{number}", run, place)
+
+    def _config_of_writer(self) -> ServerConfig:
+        """Each is the same router among others, and only the first one resets their state."""
+        cluster = self._config.cluster
+        if cluster.nats is None:
+            return self._config
+        router_id = cluster.id_at(self._socket.getsockname()[1])
+        resets = cluster.router_reset_states and not self._children[0].was_ready
+        cluster = replace(cluster, router_id=router_id, router_reset_states=resets)
+        return replace(self._config, cluster=cluster)
 
     @contextlib.contextmanager
     def _signals_noted(self) -> Iterator[None]:
