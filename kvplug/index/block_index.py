@@ -341,15 +341,11 @@ class BlockIndex:
 
     def check(self) -> None:
         """Every invariant of every part; raises IndexCorruptError with the broken one."""
-        self.check_blocks()
-        self.hash_spaces.check()
-
-    def check_blocks(self) -> None:
-        """As `check`, of all parts but the hash spaces."""
         self.numbers.check()
         self.block_store.check()
         self.speculative.check()
         self.annotations.check()
+        self.hash_spaces.check()
 
 
 def _speculative(ttl_s: float, bounds: Bounds, version: ArrayVersion) -> ExpiringBlocks:

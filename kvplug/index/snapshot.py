@@ -12,7 +12,6 @@ checked as `BlockIndex.check()` does before anybody gets it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -169,18 +168,10 @@ def restored(file: SnapshotFile, **options: Unpack[IndexOptions]) -> BlockIndex:
         index = BlockIndex(settings.block_size, bigrams=settings.bigrams, **options)
         _fill(index, settings, file.arrays)
         index.capacity_guard.settle()
-        _check(index)
+        index.check()
     except (msgspec.ValidationError, ConfigError, IndexCorruptError) as error:
         raise SnapshotError(f"this is no sound index: {error}") from error
     return index
-
-
-def _check(index: BlockIndex) -> None:
-    """As `index.check`, in two threads: each goes over all blocks, for half of the time."""
-    with ThreadPoolExecutor(1) as pool:
-        of_hash_spaces = pool.submit(index.hash_spaces.check)
-        index.check_blocks()
-        of_hash_spaces.result()
 
 
 def _table_names(num_hash_spaces: int) -> list[str]:

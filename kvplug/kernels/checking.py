@@ -30,7 +30,7 @@ def _see(seen: Bytes, at: Index) -> bool:
     return bool(is_new)
 
 
-@kernel(i8(reads(u8), reads(u8), reads(i8), writes(u1), writes(i8)), releases_gil=True)
+@kernel(i8(reads(u8), reads(u8), reads(i8), writes(u1), writes(i8)))
 def count_placed(
     table: U64, run_words: U64, first_of_run: I64, seen: Bytes, out_num_blocks: I64
 ) -> int:
@@ -53,9 +53,7 @@ def count_placed(
     return num_placed
 
 
-@kernel(
-    i8(reads(u8), reads(u8), reads(u8), reads(u8), i8, reads(u8), writes(u1)), releases_gil=True
-)
+@kernel(i8(reads(u8), reads(u8), reads(u8), reads(u8), i8, reads(u8), writes(u1)))
 def count_engine_hashes(
     engine_hashes: U64, table: U64, run_words: U64, bits: U64, words: int, members: U64, seen: Bytes
 ) -> int:
@@ -75,7 +73,7 @@ def count_engine_hashes(
     return num_paired
 
 
-@kernel(i8(reads(u8), reads(u8), reads(u8), i8, reads(u8)), releases_gil=True)
+@kernel(i8(reads(u8), reads(u8), reads(u8), i8, reads(u8)))
 def count_held(table: U64, run_words: U64, bits: U64, words: int, members: U64) -> int:
     """How many blocks a holder in `members` has (of length 0: any holder)."""
     num_held = 0
@@ -87,7 +85,7 @@ def count_held(table: U64, run_words: U64, bits: U64, words: int, members: U64) 
     return num_held
 
 
-@kernel(i8(reads(u8), reads(u8), reads(u8), reads(u8), i8), releases_gil=True)
+@kernel(i8(reads(u8), reads(u8), reads(u8), reads(u8), i8))
 def count_copied(copies: U64, table: U64, run_words: U64, bits: U64, words: int) -> int:
     """How many counts of copies are of blocks that their holder has."""
     num_copied = 0

@@ -298,7 +298,7 @@ def count_equal(
             out_counts[j] += slots[_TWO * at + _ONE] == values[j]
 
 
-@kernel(i8(reads(u8)), releases_gil=True)
+@kernel(i8(reads(u8)))
 def count_reachable(slots: U64) -> int:
     """How many slots are filled, each with a key that a lookup finds right there.
 
