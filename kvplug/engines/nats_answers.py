@@ -111,6 +111,8 @@ class NatsAnswers(Generic[_Ask]):
                 messages = await self._made(ask)
                 await self._send(client, inbox, messages)
             self.num_answers += 1
+        except nats.errors.MaxPayloadError as error:  # it will not pass the next time, either
+            self._count_failure(error)
         except (TimeoutError, nats.errors.Error, OSError) as error:
             self.num_abandoned += 1
             self._logger.debug("kvplug: an answer was abandoned: %s", error)

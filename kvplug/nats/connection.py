@@ -36,6 +36,8 @@ _RETRY_S: Final = 0.25
 _PING_S: Final = 2.0
 _MAX_PINGS: Final = 2
 _PENDING_BYTES: Final = 2**26
+# Parts of answers have 256 KiB and one event more, those of snapshots 512 KiB.
+_LARGEST_MESSAGE: Final = 2**19
 _STOP_TIMEOUT_S: Final = 3.0
 
 _MAX_REFUSED: Final = 100
@@ -130,6 +132,7 @@ class NatsConnection:
 
     async def _serve(self) -> None:
         self._client = await self._connect()
+        self._check_room(self._client)
         self._is_ready.set()
         self._changed(True)
         await asyncio.Event().wait()
@@ -180,7 +183,16 @@ class NatsConnection:
         self._said.clear()
         self.refused = ()
         logger.info("NATS: the connection %s is back", self.name)
+        if self._client is not None:
+            self._check_room(self._client)
         self._changed(True)
+
+    def _check_room(self, client: Client) -> None:
+        if client.max_payload < _LARGEST_MESSAGE:
+            self._say(
+                f"the server takes messages of at most {client.max_payload} bytes: large answers "
+                f"and snapshots do not pass; expected max_payload to be {_LARGEST_MESSAGE} or more"
+            )
 
     def _changed(self, is_connected: bool) -> None:
         if is_connected != self.is_connected:

@@ -219,6 +219,20 @@ async def test_a_message_that_is_too_large_is_a_hole(caplog):
     assert any("max_payload" in each.getMessage() for each in caplog.records)
 
 
+async def test_an_answer_that_is_too_large_is_a_failure_with_its_fix(caplog):
+    with (
+        nats_servers(more="max_payload: 4096") as [node],
+        streaming(node.url, uses_stream=False) as stream,
+    ):
+        stream.publish(batch(*(stored(first) for first in range(1000))))
+        async with reading(node.url, NAME):
+            failures = stream.answers.failures
+            await until(lambda: failures["MaxPayloadError"], "the answer fails")
+    said = [each.getMessage() for each in caplog.records]
+    assert any("at most 4096 bytes" in each for each in said)
+    assert sum("an answer failed: MaxPayloadError" in each for each in said) == 1
+
+
 async def test_messages_that_are_sent_twice_are_applied_once(node):
     await make_stream(node.url)
     with streaming(node.url) as stream:
