@@ -3,7 +3,6 @@
 PYTHON ?= python3
 # What is large and outlives a checkout (engine environments) is kept here.
 export KVPLUG_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvplug
-ENGINE ?= sim
 SECONDS ?= 60
 # Mooncake traces, JSON lines; what needs one that is not there is skipped by name.
 TRACES ?= ../shared/traces
@@ -29,6 +28,7 @@ $(READY): pyproject.toml
 setup: $(READY)  ## make the development environment in .venv
 
 .PHONY: demo
+demo: ENGINE ?= sim
 demo: $(READY)  ## round_robin against kv: four simulated engines; ENGINE=vllm or sglang: two real ones
 	$(BIN)/python -m examples.demo --engine $(ENGINE)
 
