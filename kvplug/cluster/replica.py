@@ -94,6 +94,7 @@ class Replica:
         self._num_direct_saved = 0
         self._saved_at_s = self._began_s = time.monotonic()
         self._restored: Restored | None = None
+        self._restored_bytes = 0
         self._has_started = self._has_begun = self._has_connected = self._is_stopping = False
         self._positions: dict[Rank, FollowerPosition] = {}
         self._stream: StreamState | None = None
@@ -165,8 +166,10 @@ class Replica:
         except (SnapshotError, ConfigError) as error:  # it has blocks, if the servers came late
             self._note(Part.RESTORE, f"{error}; engines are asked instead")
             self._restored = Restored(restored.manifest, None, 0, str(error))
+            self._restored_bytes = 0
         else:
             num_ranks, num_bytes = len(self._positions), len(restored.snapshot)
+            self._restored = restored._replace(snapshot=None)  # as large as the index
             logger.info("a snapshot of %d bytes says what %d ranks hold", num_bytes, num_ranks)
 
     def resume(self, follower: Follower) -> None:
@@ -203,7 +206,8 @@ class Replica:
         await self._presence.begin()
         self.transport.router_id = self.router_id
         if self._settings.follows_events:
-            self._restored = await self._until_done(Part.STREAM, self._read_snapshot)
+            restored = await self._until_done(Part.STREAM, self._read_snapshot)
+            self._restored, self._restored_bytes = restored, len(restored.snapshot or b"")
 
     def _checkpoint_settings(self) -> CheckpointSettings:
         settings = CheckpointSettings(
@@ -374,7 +378,6 @@ class Replica:
         applied_seq = reading.applied_seq
         last_seq = 0 if stream is None else stream.last_seq
         manifest = None if self._checkpoints is None else self._checkpoints.manifest
-        restored = self._restored
         return ReplicaStatus(
             router_id=self.router_id,
             is_connected=self.connection.is_connected,
@@ -388,7 +391,7 @@ class Replica:
             snapshot_bytes=None if manifest is None else manifest.size,
             num_snapshots=self._num_snapshots,
             num_reconnects=self.connection.num_reconnects,
-            restored_bytes=len(restored.snapshot) if restored and restored.snapshot else 0,
+            restored_bytes=self._restored_bytes,
             ready_after_s=self._ready_after_s,
             num_consumers=reading.num_consumers,
             num_rewound=reading.num_rewound,

@@ -148,6 +148,7 @@ async def test_from_a_snapshot_too(node, monkeypatch):
         async with RouterService(config(node, engines, "b")) as second:
             status = second.cluster.replica.status
             assert status.restored_bytes
+            assert second.cluster.replica._restored.snapshot is None, "its memory is given back"
             await until(
                 lambda: held_by(second.router, engines) == held_by(reference, engines),
                 "the second has every block",
