@@ -53,7 +53,9 @@ async def families(monkeypatch):
     assert {each.name for each in collected} == scraped
     replica = SimpleNamespace(status=ReplicaStatus(router_id="a"))
     sync = SimpleNamespace(status=lambda: SyncStatus(True, {}, 0, SyncCounts()))
-    collected += ReplicaMetrics(SimpleNamespace(replica=replica, sync=sync)).collect()
+    embedded = SimpleNamespace(num_restarts=0)
+    cluster = SimpleNamespace(replica=replica, sync=sync, embedded=embedded)
+    collected += ReplicaMetrics(cluster).collect()
     return {exported(each): (each.type, tuple(each._labelnames)) for each in collected}
 
 
