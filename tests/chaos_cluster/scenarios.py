@@ -276,6 +276,8 @@ def _holder_paused(rig):
         holder.is_paused = True
         for each in rig.replicas.values():
             if each is not holder:
+                each.is_paused = each.is_stopped  # it took over, and came to its step, too
+                each.resume()
                 each.arm(None, signal.SIGCONT)
         rig.last(LEASE_S)
         holder.resume()
