@@ -92,17 +92,21 @@ class EmbeddedServer:
             code = await asyncio.to_thread(self._process.wait)
             logger.warning("NATS: nats-server ended with code %d; it is started again", code)
             await asyncio.sleep(max(0.0, began_s + _RESTART_S - time.monotonic()))
-            while not await self._is_back():  # noqa: ASYNC110 - each time it is tried
+            said: set[str] = set()
+            while not await self._is_back(said):  # noqa: ASYNC110 - each time it is tried
                 await asyncio.sleep(_RESTART_S)
             self.num_restarts += 1
 
-    async def _is_back(self) -> bool:
+    async def _is_back(self, said: set[str]) -> bool:
+        """`said`: why it could not start, each once in the log."""
         process = None
         try:
             process = self._process = self._launched()
             await asyncio.to_thread(self._await_ready, process)
         except TransportError as error:
-            logger.warning("NATS: %s", error)
+            if str(error) not in said:
+                logger.warning("NATS: %s; it is tried again", error)
+            said.add(str(error))
             if process is not None:
                 process.kill()
                 await asyncio.to_thread(process.wait)

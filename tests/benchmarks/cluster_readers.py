@@ -35,9 +35,10 @@ class Reader:
 
     async def open(self) -> None:
         js = self._client.jetstream()
-        config = api.ConsumerConfig(
-            durable_name=self._name, ack_policy=api.AckPolicy.ALL, max_ack_pending=10**6
-        )
+        config = api.ConsumerConfig(  # as kvplug/transports/nats_stream.py makes it
+            durable_name=self._name, ack_policy=api.AckPolicy.ALL, max_ack_pending=10**6,
+            num_replicas=1, mem_storage=True,
+        )  # fmt: skip
         await js.add_consumer(self._stream, config)
         self._inbox = self._client.new_inbox()
         await self._client.subscribe(

@@ -106,11 +106,14 @@ async def test_an_embedded_server_that_cannot_start_again_is_tried_until_it_can(
     keeping = asyncio.create_task(server.keep())
     try:
         binary, server._binary = server._binary, tmp_path / "removed"
+        launched, tries = server._launched, []
+        server._launched = lambda: (tries.append("one"), launched())[1]
         os.kill(server.process_id, signal.SIGKILL)
-        await until(lambda: "cannot start nats-server" in caplog.text, "it is named")
+        await until(lambda: len(tries) == 3, "it is tried again and again")
         assert server.num_restarts == 0
         server._binary = binary
         await until(lambda: server.num_restarts == 1, "it is back")
+        assert caplog.text.count("cannot start nats-server") == 1
     finally:
         keeping.cancel()
         server.stop()
